@@ -72,7 +72,7 @@ def flags(known: Speeds, size: str, more: list[str]) -> list[str]:
 
 def planned(given: list[str]) -> Plan | None:
     """The plan that `python -m r3lite.plan` makes of flags; None if the run does not fit."""
-    learns = plan.learns(given)
+    learns = plan.is_rl(given)
     config = plan.PlanRlConfig() if learns else plan.PlanSftConfig()
     try:
         return plan.make(resolve("plan", config, given, table="ppo" if learns else "sft"))

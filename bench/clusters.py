@@ -21,8 +21,8 @@ from bench.options import RESULTS
 from r3lite.devices.cards import GIB, Speeds, card
 from r3lite.devices.ranks import shares
 from r3lite.memory import duration
+from r3lite.memory.parameters import adapter_bytes
 from r3lite.memory.plan import Plan
-from r3lite.memory.planner import adapter_bytes
 
 MODELS = {
     "0.5B": "Qwen/Qwen2.5-0.5B-Instruct",

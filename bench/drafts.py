@@ -75,8 +75,17 @@ class Timed(Engine):
         return tokens, logprobs
 
 
-def replay(path: str, layout: Layout, count: int) -> tuple[list[Question], dict[str, Transcript], Retrieve]:
-    """Questions, the transcripts that their episodes shall have, and what gives the documents of these."""
+@dataclass(frozen=True)
+class Replayed:
+    """Questions, the transcripts that their episodes shall have by the questions' ids, and what gives the documents."""
+
+    questions: list[Question]
+    transcripts: dict[str, Transcript]
+    retrieve: Retrieve
+
+
+def replay(path: str, layout: Layout, count: int) -> Replayed:
+    """Returns what the first trajectories of a file write."""
     questions = []
     transcripts = {}
     documents: dict[tuple[str, str], list[Document]] = {}
@@ -92,14 +101,29 @@ def replay(path: str, layout: Layout, count: int) -> tuple[list[Question], dict[
     def retrieve(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
         return [documents[question.id, query] for question, query in pairs]
 
-    return questions, transcripts, retrieve
+    return Replayed(questions, transcripts, retrieve)
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--adapter", default="none")
+    parser.add_argument("--preset", default="tiny")
+    parser.add_argument("--draft-tokens", type=int, default=7)
+    parser.add_argument("--document-tokens", type=int, default=160)
+
+
+def timed_engine(flags: argparse.Namespace, rows: int) -> tuple[Timed, EvaluateConfig]:
+    """Returns an engine that samples at most `rows` episodes at once, in fp32 on the CPU, and its settings."""
+    arguments = ["--preset", flags.preset, "--model", flags.model, "--adapter", flags.adapter, "--dtype", "fp32"]
+    arguments += ["--device", "cpu", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
+    arguments += ["--max-document-tokens", str(flags.document_tokens), "--draft-tokens", str(flags.draft_tokens)]
+    config = resolve("evaluate", EvaluateConfig(), arguments)
+    return Timed(**vars(build_engine(config, rows))), config
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--adapter", default="none")
-    parser.add_argument("--preset", default="tiny")
+    add_engine_flags(parser)
     parser.add_argument("--replay", help="trajectories whose turns are written")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0])
@@ -108,19 +132,14 @@ def main() -> None:
     )
     parser.add_argument("--group", type=int, default=1, help="episodes of each question")
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--draft-tokens", type=int, default=7)
-    parser.add_argument("--document-tokens", type=int, default=160)
     parser.add_argument("--note", default="", help="what else the machine did, and whose adapter it is")
     parser.add_argument("--results", type=Path, default=options.RESULTS)
     flags = parser.parse_args()
-    arguments = ["--preset", flags.preset, "--model", flags.model, "--adapter", flags.adapter, "--dtype", "fp32"]
-    arguments += ["--device", "cpu", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
-    arguments += ["--max-document-tokens", str(flags.document_tokens), "--draft-tokens", str(flags.draft_tokens)]
-    config = resolve("evaluate", EvaluateConfig(), arguments)
-    built = build_engine(config, flags.questions)
-    engine = Timed(**vars(built))
+    engine, config = timed_engine(flags, flags.questions)
     if flags.replay:
-        questions, engine.replayed, retrieve = replay(flags.replay, engine.layout, flags.questions)
+        replayed = replay(flags.replay, engine.layout, flags.questions)
+        questions, retrieve = replayed.questions, replayed.retrieve
+        engine.replayed = replayed.transcripts
     else:
         questions = read_questions(shipped("data", "world", "test.jsonl"), flags.questions)
         retrieve = build_retriever(Setup(config.retrieval, questions))

@@ -14,6 +14,7 @@ import torch
 
 from bench.full_length import full_prompts
 from r3lite.devices.precision import Precision
+from r3lite.protocols.transcript import Transcript
 
 MANY = 1000  # steps, more than anyone asks for
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -73,6 +74,69 @@ def generate(
         assert sampled == new, f"{new} tokens each were to be sampled, not {sampled}"
 
     return work
+
+
+class Turns:
+    """Writes the turns of episodes with `generate`: greedily, one episode at a time, its cache kept from turn to turn.
+
+    `adapter` is the folder of an adapter, which is merged, or None.
+    """
+
+    def __init__(self, folder: str, adapter: str | None, precision: Precision):
+        from peft import PeftModel
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision.dtype).to(precision.device)
+        if adapter is not None:
+            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        self.model = model.eval()
+        self.model.generation_config.eos_token_id = None
+
+    @torch.no_grad()
+    def write(self, transcript: Transcript, lookup: tuple[int, int] | None) -> None:
+        """Writes the turns of a transcript after what stands before them.
+
+        `lookup`: the number of tokens that are drafted, and the largest number of tokens that are looked up; None: no
+        drafts.
+        """
+        options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+        if lookup is not None:
+            options |= {"prompt_lookup_num_tokens": lookup[0], "max_matching_ngram_size": lookup[1]}
+        forced = _forced(transcript.tokens)
+        cache = None
+        for start, end in _turns(transcript.action_mask):
+            ids = torch.tensor([transcript.tokens[:start]], device=self.model.device)  # [1, T]
+            new = {"min_new_tokens": end - start, "max_new_tokens": end - start}
+            mask = torch.ones_like(ids)
+            result = self.model.generate(
+                input_ids=ids, attention_mask=mask, past_key_values=cache, logits_processor=forced, **options, **new
+            )
+            assert result.sequences[0].tolist() == transcript.tokens[:end], "another turn was written"
+            cache = result.past_key_values
+
+
+def _forced(tokens: list[int]):
+    """The logits processors that let a model write nothing but an episode."""
+    from transformers import LogitsProcessor, LogitsProcessorList
+
+    class Forced(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            only = torch.full_like(scores, -torch.inf)
+            place = input_ids.shape[1]
+            if place < len(tokens):  # drafts may reach beyond the end
+                only[:, tokens[place]] = 0
+            else:
+                only[:, 0] = 0
+            return only
+
+    return LogitsProcessorList([Forced()])
+
+
+def _turns(action_mask: list[bool]) -> list[tuple[int, int]]:
+    """The start and end of each stretch of an episode that the model writes."""
+    borders = [0, *(place for place in range(1, len(action_mask)) if action_mask[place] != action_mask[place - 1])]
+    stretches = zip(borders, [*borders[1:], len(action_mask)], strict=True)
+    return [(start, end) for start, end in stretches if action_mask[start]]
 
 
 def prefill(folder: str, prompt: list[int], precision: Precision, merged: bool = False) -> Callable[[], None]:

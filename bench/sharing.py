@@ -58,7 +58,7 @@ class Counted(Engine):
         self.seconds += time.process_time() - start
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> list[Sequence]:
-        self.decoded += scheduler.active
+        self.decoded += scheduler.running_count
         start = time.process_time()
         sampled = super()._decode(scheduler, decoder)
         self.seconds += time.process_time() - start

@@ -14,13 +14,13 @@ from r3lite.core.errors import nearest
 
 
 def summary(name: str) -> str:
-    """Returns the first line of a command's module docstring. Reads the file instead of importing it, to be quick."""
+    """Returns the first line of the docstring of a command's file, without importing it, which may take seconds."""
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return ast.get_docstring(ast.parse(source)).splitlines()[0]
 
 
 def listing() -> str:
-    """Returns the commands with a line each."""
+    """Returns the usage and the commands with a line each."""
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {summary(name)}" for name in COMMANDS]
     lines += [f"  {alias:<{width}}  Is another name of {name}." for alias, name in ALIASES.items()]

@@ -25,61 +25,66 @@ def ask(config: AskConfig) -> None:
     sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal's encoding lacks
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")  # `check_texts` refuses a line with bytes of another encoding
-    retrieve, finder = open_retriever(config)  # before the model is loaded, so that a missing index shows at once
+    # Opened before the model is loaded, so that a missing index is reported at once.
+    retrieve, procedure_finder = open_retriever(config)
     baseline = "none"
     if not answers_in_steps(config):
         baseline = plain_baseline(config)
         say_plain(baseline)
     session = AskSession(
-        engine=build_engine(config, 1, baseline),
+        engine=build_engine(config, questions=1, baseline=baseline),
         retrieve=retrieve,
-        finder=finder,
+        finder=procedure_finder,
         seed=config.common.seed,
         as_json=config.ask.json,
     )
     if question is not None:
         session.ask(question)
         return
-    for line in lines(config.ask.json):
+    for next_question in questions_of_stdin(config.ask.json):
         try:
-            check_texts({"question": line})
-            session.ask(line)
+            check_texts({"question": next_question})
+            session.ask(next_question)
         except KeyboardInterrupt:
             print("\nstopped; press Ctrl-C again to exit", file=sys.stderr)
-        except (R3LiteError, UsageError) as error:  # concerns this question alone, such as one that is too long
+        except (R3LiteError, UsageError) as error:  # about this question only: it is too long, for example
             print(f"\n{error}", file=sys.stderr)
 
 
-def lines(as_json: bool) -> Iterator[str]:
-    """Yields questions that are typed, or piped, up to an empty line or the end of the input."""
+def questions_of_stdin(as_json: bool) -> Iterator[str]:
+    """Yields the lines of stdin, typed or piped, until an empty line or the end.
+
+    With `as_json`, stdout has nothing but JSON: prompts go to stderr, and piped questions are not printed.
+    """
     from r3lite.core.terminal import printable
 
     with contextlib.suppress(ImportError):  # Windows has no readline, but its console keeps a history
         import readline  # noqa: F401  (once imported, it gives input() a history)
-    typed = sys.stdin.isatty()
-    if typed:
+    is_typed = sys.stdin.isatty()
+    prompt_of_input = PROMPT if is_typed and not as_json else ""  # `input` prints it on stdout
+    if is_typed:
         print("Type a question and press Enter. An empty line ends.", file=sys.stderr)
     else:
         print("reading questions from the standard input, one on each line; an empty line ends", file=sys.stderr)
     while True:
-        if typed and as_json:
+        if is_typed and as_json:
             print(PROMPT, end="", file=sys.stderr, flush=True)
         try:
-            line = input(PROMPT if typed and not as_json else "")
-            line = line.removeprefix("\ufeff").strip()  # a byte order mark, of a file from Windows
+            line = input(prompt_of_input)
+            line = line.removeprefix("\ufeff").strip()  # a file from Windows may begin with a byte order mark
         except EOFError:
             line = ""
-            if typed:
+            if is_typed:
                 print(file=sys.stderr)
         if not line:
             return
-        if not typed and not as_json:
+        if not (is_typed or as_json):
             print(f"{PROMPT}{printable(line)}")
         yield line
 
 
 def plan(config: AskConfig) -> str:
-    """Returns the memory that an episode takes, for `--dry-run`."""
+    """Checks the retriever, and returns the memory that an episode takes, for `--dry-run`."""
     from r3lite.assembly.answering import check_retriever, plan_memory
 
     check_retriever(config)

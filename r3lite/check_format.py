@@ -7,7 +7,7 @@ from r3lite.protocols.base import Protocol
 from r3lite.settings import CheckFormatSettings, CommandConfig, ProtocolSettings
 
 QUESTION = "Where was the director of Brenn born?"
-FOUND = (
+DOCUMENTS = (
     Document("1", "Brenn", "Brenn is a film by Ann Dahl."),
     Document("2", "Ann Dahl", "Ann Dahl was born in Oslo."),
 )
@@ -37,14 +37,14 @@ def check(config: CheckFormatConfig) -> None:
 
 def sample(protocol: Protocol) -> list[Step]:
     """Returns the steps of the format's example, with documents."""
-    return [step.with_documents([FOUND] * len(step.searches)) for step in protocol.example()]
+    return [step.with_documents([DOCUMENTS] * len(step.searches)) for step in protocol.example()]
 
 
 def show_sample(protocol: Protocol) -> None:
-    """Prints the sample episode, each part under who writes it, and how each turn is read."""
-    for shot in protocol.shots:
-        print(f"-- the worked example, {shot['role']}\n{shot['content']}\n")
-    print(f"-- the opening\n{protocol.opening(protocol.quoted(QUESTION))}")
+    """Prints the sample episode: who writes each part, and how each turn is parsed."""
+    for message in protocol.shots:
+        print(f"-- the worked example, {message['role']}\n{message['content']}\n")
+    print(f"-- the opening\n{protocol.question_message(protocol.quoted(QUESTION))}")
     steps = sample(protocol)
     for number, step in enumerate(steps, 1):
         text = protocol.render(step, number)
@@ -52,12 +52,12 @@ def show_sample(protocol: Protocol) -> None:
         show(protocol, protocol.parse(text, steps[: number - 1]))
         if step.searches:
             print(f"\n-- then is given\n{protocol.observation(protocol.quoted(QUESTION), steps[:number])}")
-    print(f"\n-- a forced answer begins with\n{protocol.answer_opening(len(steps))}")
+    print(f"\n-- a forced answer begins with\n{protocol.answer_prefix(len(steps))}")
     print(f"\n-- a turn ends at\n{' or '.join(map(repr, protocol.stop_strings))} or the end of the chat's turn")
 
 
 def show(protocol: Protocol, step: Step) -> None:
-    """Prints what a step was understood to be, and its faults."""
+    """Prints the parts of a parsed step, and its faults."""
     print(f"analysis: {step.analysis}")
     for search in step.searches:
         kind = f" ({search.kind})" if search.kind else ""

@@ -31,7 +31,10 @@ def run(config: CollectConfig) -> None:
 
 
 def plan(config: CollectConfig) -> str:
-    """Returns the memory that a model on this device takes, for `--dry-run`."""
+    """Checks what the command checks, and returns the memory that a model on this device takes, for `--dry-run`.
+
+    Returns "" if no model is loaded here.
+    """
     length = config.lengths.max_length
     if config.cache.teacher_logprobs is None:
         check(config)
@@ -74,13 +77,13 @@ def check(config: CollectConfig) -> None:
 
 
 def write_trajectories(config: CollectConfig) -> None:
-    """Writes trajectories to --output; raises R3LiteError if none was kept."""
+    """Writes trajectories to --output; raises R3LiteError if it holds none afterwards."""
     check(config)
     output = Path(config.common.output or time.strftime("runs/collect-%Y%m%d-%H%M%S.jsonl"))
     check_output(output, config)
     with sole_writer(output, folder=False):
         earlier = read_earlier(output, config.collect.source, config)
-        from r3lite.assembly import collecting  # after what is wrong was reported: torch takes seconds to load
+        from r3lite.assembly import collecting  # after the checks: torch takes seconds to load
 
         tally = collecting.collect(config, output, earlier)
     print(tally.table())
@@ -90,7 +93,7 @@ def write_trajectories(config: CollectConfig) -> None:
 
 
 def nothing_collected(config: CollectConfig, tally: Tally, output: Path) -> R3LiteError:
-    """Returns the error of a run that kept nothing: the most frequent reasons, and what to do next."""
+    """Returns the error for a run that kept no trajectory: the most frequent reasons, and what to do next."""
     reasons = [f"{reason} ({count})" for reason, count in tally.rejected.most_common(3)]
     cause = "no trajectory was kept"
     if reasons:
@@ -99,7 +102,7 @@ def nothing_collected(config: CollectConfig, tally: Tally, output: Path) -> R3Li
 
 
 def remedy_of(config: CollectConfig, tally: Tally, output: Path) -> str:
-    """Returns the remedy for a run that kept nothing: advice, and the commands to run next if there are some."""
+    """Returns the remedy for a run that kept no trajectory: advice, and for most sources commands to run next."""
     from r3lite.training.earlier_run import result_of_run
 
     shared = flags_by_user(config, ("preset", "model", "format", "retriever", "corpus", "index", "encoder", "top_k"))
@@ -112,22 +115,22 @@ def remedy_of(config: CollectConfig, tally: Tally, output: Path) -> str:
         advice = "--source gold needs questions with reasoning steps or supporting facts. Without any:"
         return f"{advice}\n{lines_of(*first_demonstrations(config, shared))}"
     if source == "gold":
-        of_retrieve = flags_by_user(config, ("preset", "retriever", "corpus", "index", "encoder", "top_k"))
-        command = ["retrieve", *of_retrieve, "--data", config.data.data]
-        return f"See what the retriever finds, and raise --top-k:\n{lines_of(command)}"
+        flags_of_retrieve = flags_by_user(config, ("preset", "retriever", "corpus", "index", "encoder", "top_k"))
+        words = ["retrieve", *flags_of_retrieve, "--data", config.data.data]
+        return f"See what the retriever finds, and raise --top-k:\n{lines_of(words)}"
     trained = result_of_run(config.model.model, config.model.adapter)
     if trained is None:
         advice = "Pass --adapter RUN: only a model that was trained on the step format follows it. To train one:"
         return f"{advice}\n{lines_of(*first_demonstrations(config, shared))}"
-    command = ["evaluate", *shared, "--adapter", trained, "--data", config.data.data, "--output", "runs/scores"]
-    return f"Train the adapter for longer, or see what it answers:\n{lines_of(command)}"
+    words = ["evaluate", *shared, "--adapter", trained, "--data", config.data.data, "--output", "runs/scores"]
+    return f"Train the adapter for longer, or see what it answers:\n{lines_of(words)}"
 
 
 def first_demonstrations(config: CollectConfig, shared: list[str]) -> list[list[str]]:
-    """Returns the commands that make demonstrations without an API key, and train on them.
+    """Returns two commands, as words: one makes demonstrations without an API key, the other trains on them.
 
-    The demonstrations are made from the user's passages, if there are any, else from the reasoning steps of the user's
-    questions, unless --source gold was tried, else from the reasoning steps of a public data set.
+    The demonstrations come from the user's passages if there are any. Otherwise they come from the user's questions
+    after --source self, and from a public data set after --source gold, which has failed with the user's questions.
     """
     output = ["--output", "demonstrations.jsonl"]
     if config.retrieval.index or config.retrieval.corpus:

@@ -43,11 +43,11 @@ def examine(config: DoctorConfig) -> None:
     start = time.perf_counter()
     hide = hider_of_process()
     path = Path(config.common.output or os.path.expanduser(FILE))
-    if path.is_dir():  # told now, not after a minute of checks
+    if path.is_dir():  # checked now, and not after a minute of checks
         raise R3LiteError(f"--output {path} is a folder, not a file", "Pass a file.", code="not-a-file")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").partition(",")[0]
     driver = machine.ask_driver(visible or "0")  # before CUDA is used
-    with contextlib.redirect_stderr(io.StringIO()):  # a check, not this warning, tells of an unused card
+    with contextlib.redirect_stderr(io.StringIO()):  # no warning about an unused card: the check `card` reports it
         device = resolve_device(config.doctor.device)
     precision = Precision(resolve_dtype(config.doctor.dtype, device), device)
     facts = machine.describe(device, driver)
@@ -56,27 +56,31 @@ def examine(config: DoctorConfig) -> None:
         print_line(f"   {label}", hide(text))
     print_line("   cache", f"{cache.summary()}; --clear-cache deletes it")
     print("\nspeed", flush=True)
-    measured = []
-    report = CheckLog(hide)
-    report.make("speeds", speeds.measured_speeds, device, measured)
+    measured_speeds = []  # the check appends the speeds, unless it fails
+    log = CheckLog(hide)
+    log.run("speeds", speeds.measured_speeds, device, measured_speeds)
     print("\ncorrectness")
     for check in registry.CHECKS:
-        report.make(check.name, check.run, precision)
-    report.make(registry.BESIDE[0], card.beside_tensors, precision, driver, report.measured)
+        log.run(check.name, check.run, precision)
+    name_of_last, _ = registry.BESIDE
+    log.run(name_of_last, card.beside_tensors, precision, driver, log.measured)
     seconds = time.perf_counter() - start
+    public_facts = {}  # of the machine
+    for name, value in facts.items():
+        public_facts[name] = hide(value) if isinstance(value, str) else value
     results = {
         "r3lite": r3lite.__version__,
-        "ok": not report.failed,
+        "ok": not log.failed,
         "seconds": round(seconds, 1),
         "dtype": dtype_name(precision.dtype),
-        "machine": {key: hide(value) if isinstance(value, str) else value for key, value in facts.items()},
-        "speeds": asdict(measured[0]) if measured else None,
-        "checks": report.checks,
+        "machine": public_facts,
+        "speeds": asdict(measured_speeds[0]) if measured_speeds else None,
+        "checks": log.checks,
     }
     write_json(path, results)
     print(f"\n{seconds:.0f} s; written to {path}, without paths or names: attach it to bug reports")
-    if report.failed:
-        message = f"{len(report.failed)} of {len(report.checks)} checks failed: {', '.join(report.failed)}"
+    if log.failed:
+        message = f"{len(log.failed)} of {len(log.checks)} checks failed: {', '.join(log.failed)}"
         raise R3LiteError(message, "See their lines for what to do.", code="checks-failed")
 
 

@@ -33,20 +33,21 @@ class ExportConfig(CommandConfig):
 
 
 def export(config: ExportConfig) -> None:
-    """Writes the export to --output, unless it is there, and with --push uploads it."""
+    """Writes the export to --output, unless it was exported there before, and with --push uploads it."""
     settings = config.export
     check_output(config)
+    # What would stop the export is checked before the merge, which takes minutes.
     if FILES[settings.form]:
-        with extra("gguf", "a GGUF file"):  # before the merge
+        with extra("gguf", "a GGUF file"):
             import gguf  # noqa: F401
     if settings.yes:
-        hub.token()  # also before the merge: raises an error if there is no token
+        hub.token()  # raises an error if there is no token
     scores = {}
     if settings.evaluation:
         scores = read_record(Path(settings.evaluation) / run_files.SCORES, "Pass the folder of an evaluation.").values
     output = Path(config.common.output)
     with sole_writer(output, folder=False):
-        check_output(config)
+        check_output(config)  # again: another process may have written there before this one had the lock
         sweep(output)  # removes what a killed export left
         if is_export(output):
             print(f"{output} was already exported, and is not changed")
@@ -59,7 +60,7 @@ def export(config: ExportConfig) -> None:
 
 
 def check_output(config: ExportConfig) -> None:
-    """Raises an error if --output is missing or occupied; with --push it may be an export."""
+    """Raises an error if --output is missing or occupied. With --push, an export may be there, which is uploaded."""
     if config.common.output is None:
         raise UsageError("--output is missing: pass a new folder", code="output-missing")
     output = Path(config.common.output)

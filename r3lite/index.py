@@ -10,7 +10,7 @@ from r3lite.settings import CommandConfig, DocumentSettings, IndexSettings
 from r3lite.settings.addresses import check_address, collection_server
 from r3lite.settings.common import budget_bytes
 
-UNKNOWN = 768  # dimensions that a dry run counts with if the encoder is not on this machine
+ASSUMED_DIMENSION = 768  # of vectors, in the estimate of a dry run, if the encoder is not on this machine
 
 
 class IndexConfig(CommandConfig):
@@ -49,7 +49,7 @@ def work(config: IndexConfig) -> None:
         building.fill(settings, config.chunking, output)
         return
     output = output or time.strftime("runs/index-%Y%m%d-%H%M%S")
-    building.check_output(output)  # before the encoding, which may take hours
+    building.check_output(output)  # checked before the encoding, which may take hours
     with sole_writer(output, folder=False):  # the folder itself is replaced
         building.build_folder(settings, config.chunking, output)
 
@@ -64,7 +64,7 @@ def fills_collection(output: str | None) -> bool:
 
 
 def plan(config: IndexConfig) -> str:
-    """Returns what the index would take, for a dry run, which does not load the encoder."""
+    """Checks --output, and returns an estimate of the index's size, for `--dry-run`. Does not load the encoder."""
     from r3lite.retrieval import building
     from r3lite.retrieval.corpus import count_lines
     from r3lite.retrieval.documents.folder import read_folder
@@ -82,16 +82,19 @@ def plan(config: IndexConfig) -> str:
     else:
         return "For an estimate, pass --documents or --corpus."
     dimension = local_dimension(settings.encoder)
-    assumed = "" if dimension else f" (assuming {UNKNOWN} dimensions, because the encoder is not on this machine)"
+    assumption = ""
+    if not dimension:
+        dimension = ASSUMED_DIMENSION
+        assumption = f" (assuming {dimension} dimensions, because the encoder is not on this machine)"
     if in_collection:  # the server decides what it keeps in memory
-        return f"Estimate\n  {count:,} x {dimension or UNKNOWN}: {config.common.output} keeps them{assumed}"
+        return f"Estimate\n  {count:,} x {dimension}: {config.common.output} keeps them{assumption}"
     design = choose(
         kind=settings.index_type,
         passages=count,
-        dimension=dimension or UNKNOWN,
+        dimension=dimension,
         budget=budget_bytes(settings.memory_budget),
     )
-    return f"Estimate\n  {design.summary()}{assumed}"
+    return f"Estimate\n  {design.summary()}{assumption}"
 
 
 main = command.Command("index", IndexConfig(), work=work, plan=plan)

@@ -22,7 +22,7 @@ class PlanSftConfig(SftConfig):
     known offline. --card plans for another card; --output FOLDER also writes plan.json.
     """
 
-    data: DataSettings = DataSettings()  # a plan needs no data, but counts those that are here
+    data: DataSettings = DataSettings()  # unlike in `sft`, --data may be missing
     plan: PlanSettings = PlanSettings()
     elsewhere: CardSettings = CardSettings()
 
@@ -34,7 +34,7 @@ class PlanRlConfig(PpoConfig):
 
 
 def make(config: PlanSftConfig | PlanRlConfig, count: int | None = None) -> "Plan":
-    """Returns the plan of the run that `config` describes; `count` is how many rows or questions it has, if known."""
+    """Returns the plan of the run with these settings. `count` is its number of rows or questions; None: not known."""
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.assembly.rl_setup import round_workload
     from r3lite.memory.plan import make_plan, plan_for_card
@@ -60,16 +60,16 @@ def make(config: PlanSftConfig | PlanRlConfig, count: int | None = None) -> "Pla
 
 
 def title(config: PlanSftConfig | PlanRlConfig) -> str:
-    """Returns the stage that is planned, its algorithm and its model, in words."""
+    """Returns the title of a plan: the kind of run, what is trained, and the model."""
     if isinstance(config, PlanSftConfig):
-        trained = "all weights" if config.lora.no_lora else "a LoRA adapter"
-        return f"SFT of {trained} for {config.model.model}"
+        trained_part = "all weights" if config.lora.no_lora else "a LoRA adapter"
+        return f"SFT of {trained_part} for {config.model.model}"
     start = config.model.adapter or "a fresh adapter"
     return f"Reinforcement learning with {config.rl.algorithm} from {start} for {config.model.model}"
 
 
 def card_of(plan: "Plan") -> str:
-    """Returns the card that is planned for, with its memory; nothing for this machine's device."""
+    """Returns the card of --card in words, with its memory; "" if the plan is for this machine."""
     speeds = plan.workload.speeds
     if not speeds or not speeds.memory:
         return ""
@@ -77,7 +77,7 @@ def card_of(plan: "Plan") -> str:
 
 
 def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
-    """Prints the plan, and writes it to plan.json in --output."""
+    """Prints the plan, and writes it to plan.json in --output, if that is given."""
     from r3lite.core.files import write_json
     from r3lite.datasets.summary import summary_of_rl, summary_of_sft
 
@@ -92,10 +92,10 @@ def print_plan(config: PlanSftConfig | PlanRlConfig) -> None:
         print(f"written to {path}")
 
 
-def learns(argv: list[str]) -> bool:
-    """Returns whether the run is one of reinforcement learning, by --algorithm or else by the file of --config.
+def is_rl(argv: list[str]) -> bool:
+    """Tells whether the arguments describe a run of reinforcement learning: by --algorithm, else by the file --config.
 
-    This decides which flags there are, so these two flags are looked up before the others are read.
+    This decides which other flags exist. So these two flags are read before the others.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("--algorithm", "--config"):
@@ -103,7 +103,7 @@ def learns(argv: list[str]) -> bool:
     flags, _ = parser.parse_known_args(argv)
     tables = {}
     if flags.config and not flags.algorithm:
-        with contextlib.suppress(UsageError):  # it is raised again when the settings are read
+        with contextlib.suppress(UsageError):  # the same error is raised again when all settings are read
             tables = load_toml(Path(flags.config))
     algorithm = flags.algorithm or tables.get("algorithm")
     if algorithm is None:  # the config.toml of a run has one table, with the name of its command
@@ -112,10 +112,10 @@ def learns(argv: list[str]) -> bool:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Plans a run of `sft`, or of `ppo` if the arguments are of one, and returns the exit status."""
+    """Plans a run of `sft` or of `ppo`, whichever the arguments describe, and returns the exit status."""
     if argv is None:
         argv = sys.argv[1:]
-    if learns(argv):
+    if is_rl(argv):
         return command.Command("plan", PlanRlConfig(), print_plan, table="ppo", reads_inputs=False)(argv)
     return command.Command("plan", PlanSftConfig(), print_plan, table="sft", reads_inputs=False)(argv)
 

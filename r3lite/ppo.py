@@ -4,33 +4,34 @@ The command is named after its first algorithm; `r3lite rl` is the same. The tra
 """
 
 from r3lite.core import command
-from r3lite.core.processes import shared_facts, world
+from r3lite.core.processes import shared_facts, torchrun_world
 from r3lite.settings import PpoConfig
 
 
 def train(config: PpoConfig) -> None:
     """Trains the adapter, in as many processes as torchrun has started."""
     from r3lite.assembly import reinforcement  # after the arguments are read: torch takes seconds to load
-    from r3lite.devices.ranks import joined
+    from r3lite.devices.ranks import join_ranks
 
-    with joined(world(), config.model.device, shared_facts(config)) as ranks:
+    # Raises R3LiteError if the settings differ between the processes.
+    with join_ranks(torchrun_world(), config.model.device, shared_facts(config)) as ranks:
         reinforcement.train(config, ranks)
 
 
 def plan(config: PpoConfig) -> str:
-    """Returns the plan of memory and time, the number of questions and rounds, and the validations of a run, for
-    `--dry-run`."""
-    from r3lite.assembly.reinforcement import check, check_questions, retrieval_setup
+    """Checks the settings and returns, for `--dry-run`, the plan of memory and time, the number of questions and
+    rounds, and when the run validates."""
+    from r3lite.assembly import reinforcement
     from r3lite.assembly.rl_setup import plan_memory
     from r3lite.datasets.summary import summary_of_rl
     from r3lite.training.run_folder import check_folder
 
-    check(config)
+    reinforcement.check(config)
     check_folder("ppo", config)
     data = summary_of_rl(config)
-    if data.questions:
-        check_questions(config, data.questions)
-        retrieval_setup(config, data.questions).check()
+    if data.questions:  # empty if the data are not here yet
+        reinforcement.check_questions(config, data.questions)
+        reinforcement.retrieval_setup(config, data.questions).check()
     memory = plan_memory(config, questions=data.count)
     text = f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}\n\n{data.text}"
     validation = config.validation

@@ -26,11 +26,12 @@ class PrepareConfig(CommandConfig):
 
 
 def prepare(config: PrepareConfig) -> None:
-    """Writes the splits to the output folder, unless it was prepared before."""
+    """Writes the splits to the output folder, unless they are complete there."""
     output = output_of(config)
     check_writable(output)
     with sole_writer(output):
-        if MANIFEST in check_output(output, "prepare", config):
+        names_in_output = check_output(output, "prepare", config)
+        if MANIFEST in names_in_output:
             print(f"{output} is prepared already")
         else:
             write_splits(config, output)
@@ -44,17 +45,18 @@ def output_of(config: PrepareConfig) -> Path:
 
 
 def plan(config: PrepareConfig) -> str:
-    """Returns whether there is anything to do, for `--dry-run`."""
+    """Checks --output, and returns whether it is prepared already, for `--dry-run`."""
     if not config.data.data:
         return ""
     output = output_of(config)
-    if MANIFEST in check_output(output, "prepare", config):
+    names_in_output = check_output(output, "prepare", config)
+    if MANIFEST in names_in_output:
         return f"{output} is prepared already"
     return f"to be written to {output}"
 
 
 def write_splits(config: PrepareConfig, output: Path) -> None:
-    """Draws the splits and writes them with a manifest, which comes last: it says that all is there."""
+    """Draws the splits and writes them. The manifest is written last; where it is, the splits are complete."""
     held_out_data = held_out(config.data.data, config.prepare.held_out)
     splits = draw(config.data, config.prepare, config.common.seed, held_out_data)
     sweep(output)
@@ -64,7 +66,7 @@ def write_splits(config: PrepareConfig, output: Path) -> None:
     counts = {name: len(rows) for name, rows in splits.items()}
     checksums = {}
     for data in (config.data.data, held_out_data):
-        if data:
+        if data:  # there may be no held-out data
             checksums |= {str(path): sha256(path) for path in files_of(data)}
     write_json(output / MANIFEST, {"rows": counts, "files": checksums})
     files = ", ".join(f"{count:,} questions in {name}.jsonl" for name, count in counts.items())

@@ -12,7 +12,7 @@ from r3lite.settings import CommandConfig, ProcedureFileSettings, ProcedureSetti
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
     from r3lite.retrieval.procedures import Procedure
 
-NONE = "no procedure matches: nothing would be inserted before the question"
+NO_MATCH = "no procedure matches: nothing would be inserted before the question"
 
 
 class ProceduresConfig(CommandConfig):
@@ -58,7 +58,10 @@ def procedures(config: ProceduresConfig) -> None:
 
 
 def add(path: str, procedures: "list[Procedure]", added_path: str) -> "list[Procedure]":
-    """Adds the procedures of a file to those that `path` has, and returns them; R3LiteError names a duplicate."""
+    """Adds the procedures of `added_path` to the file `path`, which has `procedures`. Returns those that it adds.
+
+    Raises R3LiteError if a name would be there twice.
+    """
     from r3lite.core.files import write_text
     from r3lite.retrieval.procedures import read_procedures, to_json
 
@@ -77,7 +80,7 @@ def add(path: str, procedures: "list[Procedure]", added_path: str) -> "list[Proc
 
 
 def show_match(config: ProceduresConfig) -> None:
-    """Prints what each procedure scores, and the one that would stand before the question."""
+    """Prints the scores of each procedure for --match, and the one that would be inserted before this question."""
     from r3lite.retrieval.procedures import open_finder
     from r3lite.retrieval.setup import Setup
 
@@ -100,7 +103,7 @@ def show_match(config: ProceduresConfig) -> None:
     for procedure, score, cosine in zip(finder.procedures, scores, cosines, strict=True):
         print(printable(f"{score:>8.1f}  {cosine:>6}  {procedure.name}"))
     match = finder.find(question)
-    print(printable(f"\n{match.text() if match else NONE}"))
+    print(printable(f"\n{match.text() if match else NO_MATCH}"))
 
 
 main = command.Command("procedures", ProceduresConfig(), work=procedures)

@@ -17,7 +17,7 @@ from r3lite.reports.run import Run, names, read_runs
 from r3lite.settings import CommandConfig, ReportSettings
 
 PAGE = "report.html"
-EVERY = 10  # seconds between two looks at a run that goes on
+PERIOD = 10  # seconds after which --watch reads the runs again
 
 
 class ReportConfig(CommandConfig):
@@ -43,15 +43,16 @@ def report(config: ReportConfig) -> None:
     while True:
         data = read(settings, config.common.seed)
         watching = settings.watch and not all(run.complete for run in data.runs)
-        page = html(data, time.strftime("written on %Y-%m-%d at %H:%M:%S"), EVERY if watching else None)
+        reload_seconds = PERIOD if watching else None  # after which a browser reloads the page
+        page = html(data, time.strftime("written on %Y-%m-%d at %H:%M:%S"), reload_seconds)
         with sole_writer(path, folder=False):
             sweep(path)
             write_text(path, page)
-        names = ", ".join(f"{source.name} ({source.label})" for source in (*data.runs, *data.data))
-        print(f"{path}  {len(page.encode()) / 1024:,.0f} KiB: {names}", flush=True)
+        sources = ", ".join(f"{source.name} ({source.label})" for source in (*data.runs, *data.data))
+        print(f"{path}  {len(page.encode()) / 1024:,.0f} KiB: {sources}", flush=True)
         if not watching:
             break
-        time.sleep(EVERY)
+        time.sleep(PERIOD)
     if settings.png:
         charts = list(itertools.chain.from_iterable(data.charts.values()))
         png.write(charts, Path(settings.png))
@@ -59,7 +60,10 @@ def report(config: ReportConfig) -> None:
 
 
 def read(settings: ReportSettings, seed: int) -> Report:
-    """Returns the contents of everything that the paths of --runs name; `seed` draws the resamples of differences."""
+    """Returns what the page shows: the runs, evaluations and data files that --runs names.
+
+    `seed` is that of the bootstrap by which evaluations are compared.
+    """
     files = [Path(name) for name in settings.runs if Path(name).is_file()]
     folders = [name for name in settings.runs if Path(name) not in files]
     length: Callable[[str], int] = count_words
@@ -72,7 +76,7 @@ def read(settings: ReportSettings, seed: int) -> Report:
         length = lambda text: len(tokenizer.encode(text))  # noqa: E731
         unit = "tokens"
     runs = read_runs(folders)
-    # Charts have a file's sizes by its name: two files may have the same name in different folders.
+    # Two files may have the same name in different folders, but the charts need different names: `names` makes them.
     data_files = []
     for file, name in zip(files, names(files), strict=True):
         data_files.append(replace(read_file(file, length, unit), name=name))
@@ -84,13 +88,13 @@ def count_words(text: str) -> int:
 
 
 def read_file(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
-    """Returns what is in a file of trajectories, or else of questions of any supported format."""
+    """Returns the contents of a file: of trajectories if its first row has steps, else of questions."""
     from r3lite.datasets.qa import read_questions
 
     with open_regular(path, MEND_LINE) as file:
         head = file.read(64).lstrip(codecs.BOM_UTF8 + b" \t\r\n")
     first = None
-    if head.startswith(b"{"):  # not an array, which may be one line of any length
+    if head.startswith(b"{"):  # JSON lines; an array might be one line of any length
         first = next(read_jsonl(path, on_bad=lambda bad: None), None)
     if first is not None and "steps" in first:
         return read_data(path, length, unit)
@@ -99,14 +103,16 @@ def read_file(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
 
 
 def differences(runs: Sequence[Run], seed: int) -> dict[str, tuple[str, dict]]:
-    """Compares each evaluation with the first one that answered the same questions.
+    """Compares each evaluation with the first evaluation of the same questions.
 
-    Returns by the evaluation's name the name of that first one, and the comparison.
+    Returns, by the name of each evaluation, the name of that first one and the comparison with it. If they cannot be
+    compared, appends the reason to the notes of the run.
     """
     from r3lite.evaluation.comparisons import compare
     from r3lite.evaluation.folder import paired_marks, predictions_of
 
     comparisons: dict[str, tuple[str, dict]] = {}
+    # The first evaluation of each set of questions, (id, text) each, and its predictions.
     firsts: dict[frozenset[tuple[str, str]], tuple[Run, dict]] = {}
     for run in runs:
         predictions = predictions_of(run.predictions)
@@ -118,7 +124,7 @@ def differences(runs: Sequence[Run], seed: int) -> dict[str, tuple[str, dict]]:
             continue
         try:
             comparison = compare(*paired_marks(predictions_of_first, predictions), seed)
-        except R3LiteError as error:  # as when the retriever failed throughout
+        except R3LiteError as error:  # for example, the retriever failed for all questions
             run.notes.append(error.cause)
         else:
             comparisons[run.name] = (first.name, comparison)

@@ -15,7 +15,7 @@ from r3lite.settings import CommandConfig, DataSettings, RetrievalSettings, Retr
 if TYPE_CHECKING:  # its libraries are loaded after the arguments are read, so that --help answers at once
     from r3lite.retrieval.setup import Setup
 
-SHOWN = 160  # characters of a passage that --query prints
+SHOWN = 160  # the most characters of a passage that --query prints
 
 
 class RetrieveConfig(CommandConfig):
@@ -64,7 +64,7 @@ def check(config: RetrieveConfig) -> None:
 
 
 def plan(config: RetrieveConfig) -> str:
-    """Returns nothing, for `--dry-run`, which refuses what the command would refuse before it reads anything."""
+    """Checks for `--dry-run` what the command checks before it reads anything; returns no text."""
     from r3lite.retrieval import recall
 
     check(config)
@@ -75,7 +75,7 @@ def plan(config: RetrieveConfig) -> str:
 
 
 def answer_queries(config: RetrieveConfig) -> None:
-    """Serves the retriever until it is interrupted. What is wrong with the address shows before anything is loaded."""
+    """Serves the retriever until it is interrupted. Token and address are checked before anything is loaded."""
     from r3lite.core.listening import listen, token_of
     from r3lite.retrieval.server import serve
 
@@ -86,7 +86,7 @@ def answer_queries(config: RetrieveConfig) -> None:
 
 
 def read_setup(config: RetrieveConfig, top_k: int) -> "Setup":
-    """Returns what a retriever of `top_k` passages is built from."""
+    """Returns what a retriever is built from; it will return `top_k` passages per query."""
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.setup import Setup
 
@@ -114,7 +114,7 @@ def show_query(config: RetrieveConfig) -> None:
         text = " ".join(document.text.split())
         if len(text) > SHOWN:
             text = f"{text[:SHOWN]}..."
-        # A server of others may give no scores.
+        # A server of another program may return no scores.
         score = "-" if document.score is None else f"{document.score:.4f}"
         heading = f"{rank:>3}  {score}  {document.source}  [{document.id}] {title}"
         print(printable(f"{heading}\n     {text}"))
@@ -123,13 +123,13 @@ def show_query(config: RetrieveConfig) -> None:
 
 
 def measure_recall(config: RetrieveConfig) -> None:
-    """Writes the recall of --data's questions as queries, and with --gap-report what the corpus lacks."""
+    """Writes the recall with the questions of --data as queries, and with --gap-report what the corpus lacks."""
     from r3lite.retrieval import recall
 
     output = Path(config.common.output or time.strftime("runs/retrieve-%Y%m%d-%H%M%S"))
     recall.check_output(output, config.retrieve.gap_report)
     cuts = sorted({*recall.CUTS, config.retrieval.top_k})
-    # If no corpus is named, the paragraphs of all questions are, including those of questions without gold.
+    # Without --corpus and --index, the corpus is the paragraphs of all questions, even of those without gold.
     setup = read_setup(config, cuts[-1])
     questions = [question for question in setup.questions if question.gold]
     if not questions:

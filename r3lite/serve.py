@@ -8,7 +8,7 @@ from r3lite.core.errors import extra
 from r3lite.core.listening import listen, token_of, url_of
 from r3lite.settings import ServeConfig
 
-# What to do about a note on a mode.
+# What a user can do about the note that `LiveAnswers.notes` has on a mode.
 ADVICE = {
     "chat": "to chat with the model as it was before, pass --adapters NAME=RUN,base --chat-adapter base",
     "reasoning": "to search there, too, pass --retrieving-modes reasoning,search",
@@ -17,7 +17,7 @@ ADVICE = {
 
 
 def check_extra() -> None:
-    """Raises R3LiteError if the packages of the extra are not installed."""
+    """Raises R3LiteError if the packages of the extra `serve` are not installed."""
     with extra("serve", "serving"):
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
@@ -27,15 +27,15 @@ def serve(config: ServeConfig) -> None:
     """Serves the model until it is interrupted."""
     check_extra()
     token = token_of(config.server.host)
-    # Before the model is loaded, so that a port in use shows at once.
+    # Listens before the model is loaded, so that a port in use is reported at once.
     with listen(config.server.host, config.server.port) as listening:
         answer_requests(config, listening, token)
 
 
 def answer_requests(config: ServeConfig, listening: socket.socket, token: str | None) -> None:
-    """Loads the model and answers requests at a listening socket until a signal ends it.
+    """Loads the model and answers requests at a listening socket until a signal arrives.
 
-    Ctrl-C is raised again as KeyboardInterrupt, SIGTERM as Terminated.
+    Ctrl-C then raises KeyboardInterrupt, SIGTERM raises Terminated.
     """
     import uvicorn
 
@@ -68,7 +68,7 @@ def answer_requests(config: ServeConfig, listening: socket.socket, token: str | 
 
 
 def plan(config: ServeConfig) -> str:
-    """Returns the memory that the model takes, for `--dry-run`."""
+    """Checks what the command checks, and returns the memory that the model takes, for `--dry-run`."""
     from r3lite.assembly.answering import check_retriever
     from r3lite.assembly.answering_live import plan_lanes
 

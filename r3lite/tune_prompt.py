@@ -34,13 +34,15 @@ def output_of(config: TunePromptConfig) -> Path:
 
 
 def check_folder(config: TunePromptConfig, output: Path) -> None:
-    """Raises R3LiteError if a folder holds anything but an earlier start of this run, which may go on with more
-    rounds."""
+    """Raises R3LiteError if a folder holds anything but an earlier start of this run.
+
+    The earlier start may have had another number of rounds.
+    """
     check_output(output, "tune_prompt", config, free={"rounds"})
 
 
 def improve(config: TunePromptConfig, output: Path) -> None:
-    """Runs the rounds that are still to be done, and prints what they gained."""
+    """Runs the rounds that are left, and prints the history of all rounds and the best prompt."""
     # Imported after the arguments are read: torch takes seconds to load.
     from r3lite.assembly.answering import build_engine
     from r3lite.assembly.local_client import client_maker
@@ -48,7 +50,8 @@ def improve(config: TunePromptConfig, output: Path) -> None:
 
     prompt = first_prompt(config.protocol, config.tuning.improve)
     cache = Path(config.judge.judge_cache) if config.judge.judge_cache else output / CACHE
-    client = client_maker(config.model, config.memory)(config.judge, cache)  # a missing key shows at once
+    make_client = client_maker(config.model, config.memory)
+    client = make_client(config.judge, cache)  # before the model is loaded, so that a missing key is reported at once
     sampled, scored = read_pools(config)
     history = History(
         output / HISTORY,
@@ -86,7 +89,7 @@ def improve(config: TunePromptConfig, output: Path) -> None:
 
 
 def plan(config: TunePromptConfig) -> str:
-    """Returns the most that a run does and holds, for --dry-run."""
+    """Checks --output, and returns the most calls, episodes and memory of a run, for `--dry-run`."""
     from r3lite.assembly.answering import plan_memory
 
     check_folder(config, output_of(config))

@@ -12,8 +12,8 @@ def encoder_settings(encoder="hashing", style="auto", dtype="fp32"):
 
 def save(folder, documents, encoder="hashing", style="auto", kind="flat", dtype="fp32"):
     """Builds an index on the disk."""
-    with building.gathered(folder, documents) as build:
+    with building.open_build(folder, documents) as build:
         encoder = make_encoder(encoder_settings(encoder, style, dtype), documents)
-        building.replaces(build, encoder)
+        building.replaces_index(build, encoder)
         building.encode(build, encoder, kind)
         building.write_index(build, encoder, estimate(kind, len(documents), encoder.dimension))

@@ -182,12 +182,12 @@ def test_a_line_that_is_not_utf8_concerns_this_question_alone(arguments, capsys,
 def test_without_a_question_it_says_that_it_waits_for_one_and_how_to_end(monkeypatch, capsys, as_json):
     """With an input that was not closed, such as a service's, it waited without a word."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\n"))
-    assert list(ask.lines(as_json)) == ["Who?"]
+    assert list(ask.questions_of_stdin(as_json)) == ["Who?"]
     assert (
         capsys.readouterr().err == "reading questions from the standard input, one on each line; an empty line ends\n"
     )
     monkeypatch.setattr(sys, "stdin", Typed("\n"))
-    assert list(ask.lines(as_json)) == []
+    assert list(ask.questions_of_stdin(as_json)) == []
     assert capsys.readouterr().err.startswith("Type a question and press Enter. An empty line ends.\n")
 
 

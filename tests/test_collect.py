@@ -134,7 +134,7 @@ def test_facts_are_of_documents_that_were_retrieved(tmp_path, capsys):
             read += " ".join(f"{d.title}: {d.text}" for d in before.documents)
             told = [hop.answer for hop in question.hops if f"? {hop.answer}." in step.analysis]
             assert all(answer in read for answer in told) and (told or "Nothing" in step.analysis)
-        assert question.gold_found([d for step in trajectory.steps for d in step.documents]) == set(
+        assert question.gold_indices([d for step in trajectory.steps for d in step.documents]) == set(
             range(len(question.gold))
         )
     assert re.search(r"gold paragraphs found +1\.000", capsys.readouterr().out)

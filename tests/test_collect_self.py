@@ -46,7 +46,7 @@ def teach(toy, tmp_path, monkeypatch):
         for s, depth in zip(batch.sequences, batch.depths, strict=True):
             name = s.question.id
             where, town, right = f"Where does {name} live?", f"{name}town?", f"{name}town"
-            drawn = ways.setdefault(s.stream, int(5 * s.stream.ahead(0)))
+            drawn = ways.setdefault(s.stream, int(5 * s.stream.peek(0)))
             turns = (
                 [ask(1, where), answer(2, right)],
                 [ask(1, name), ask(2, town), answer(3, right)],

@@ -19,7 +19,7 @@ def question(**changes):
 def test_gold_by_title_alone():
     q = question(gold_by="title")
     assert q.gold_index(Document("9", " paris ", "anything")) == 0
-    assert q.gold_found([ROME, ROME, Document("8", "Oslo", "")]) == {1}
+    assert q.gold_indices([ROME, ROME, Document("8", "Oslo", "")]) == {1}
 
 
 def test_gold_by_text_where_a_title_has_many_paragraphs():
@@ -35,8 +35,8 @@ def test_gold_by_text_where_a_title_has_many_paragraphs():
 
 def test_two_gold_paragraphs_of_one_title_are_told_apart():
     q = question(gold=(PARIS, OTHER_PARIS))
-    assert q.gold_found([OTHER_PARIS]) == {1}
-    assert q.gold_found([PARIS, OTHER_PARIS]) == {0, 1}
+    assert q.gold_indices([OTHER_PARIS]) == {1}
+    assert q.gold_indices([PARIS, OTHER_PARIS]) == {0, 1}
 
 
 def test_hop_count():

@@ -36,7 +36,7 @@ def test_what_fits_is_shown_as_the_page_says(mine, capsys):
     assert "    11.0       -  Lease of land" in shown
     assert shown.split("\n\n")[1].strip() in PAGE.read_text(encoding="utf-8")
     shown = told(capsys, "--procedures", mine, "--match", "Where is Oslo?", "--encoder", "hashing")
-    assert "     0.0   0.000  Lease of land" in shown and procedures.NONE in shown
+    assert "     0.0   0.000  Lease of land" in shown and procedures.NO_MATCH in shown
 
 
 def test_others_are_added_and_none_twice(mine, tmp_path, capsys):

@@ -158,27 +158,30 @@ def test_questions_that_are_asked_again_take_the_last_places():
 
 def test_traces_join_the_groups_of_their_questions():
     made = guidance("--trace-share", "0.5", traces=["q1", "q2", "q3", "q5"])
-    joined, told = made.join(1, ["q3", "q0", "q1"], [], [])
+    joined, told = made.choose_and_store(1, ["q3", "q0", "q1"], [], [])
     assert [(r.group, r.off_policy) for r in joined] == [(0, True), (2, True)] and told["off_policy/traces"] == 2
-    assert [r.group for r in made.join(1, ["q3", "q1", "q2"], [], [])[0]] == [0, 1]  # 0.5 of three, rounded up
-    assert [r.group for r in made.join(1, ["q5", "q5", "q0"], [], [])[0]] == [0]
+    assert [r.group for r in made.choose_and_store(1, ["q3", "q1", "q2"], [], [])[0]] == [
+        0,
+        1,
+    ]  # 0.5 of three, rounded up
+    assert [r.group for r in made.choose_and_store(1, ["q5", "q5", "q0"], [], [])[0]] == [0]
     made = guidance("--trace-share", "0", traces=["q1"])
-    assert made.join(1, ["q1", "q0", "q2"], [], [])[0] == []
+    assert made.choose_and_store(1, ["q1", "q0", "q2"], [], [])[0] == []
 
 
 def test_successes_are_kept_and_asked_again():
     """Two of three questions are solved once in two; the third is wrong by an F1 below the limit."""
     made = guidance("--replay-share", "0.6", entropies=lambda batch: -batch.tokens[:, 1].float())
     paid = [(rollout(i // 2, token=10 + i), scored(outcome)) for i, outcome in enumerate((1, 0, 0.7, 0.1, 0.5, 0.5))]
-    joined, told = made.join(1, ["q0", "q1", "q2"], paid, [])
+    joined, told = made.choose_and_store(1, ["q0", "q1", "q2"], paid, [])
     assert joined == [] and (told["replay/size"], told["replay/questions"], told["off_policy/replays"]) == (2, 2, 0)
     again = made.replayed(2)
     assert sorted(again) == ["q0", "q1"] and again == made.replayed(2)
     paid = [(rollout(0, token=30), scored(1)), (rollout(0, token=31), scored(0))]
-    joined, told = made.join(3, ["q0", "q4", "q1"], paid, ["q0", "q1"])
+    joined, told = made.choose_and_store(3, ["q0", "q4", "q1"], paid, ["q0", "q1"])
     assert [(r.group, r.record.tokens[1]) for r in joined] == [(0, 10), (2, 12)]  # and none of this very round
     assert told["replay/age"] == 2 and told["replay/size"] == 3
-    joined, _ = made.join(4, ["q0", "q4", "q5"], [], ["q0", "q1"])  # q1 found no place
+    joined, _ = made.choose_and_store(4, ["q0", "q4", "q5"], [], ["q0", "q1"])  # q1 found no place
     assert [(r.group, r.record.tokens[1]) for r in joined] == [(0, 30)]  # of lowest entropy
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.assembly.policy import warn_of_short_sft
-from r3lite.assembly.rl_setup import limits_of, outcome_of, warn_of_no_reward, warn_of_start
+from r3lite.assembly.rl_setup import limits_of, outcome_of, warn_of_little_sft, warn_of_no_reward
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import with_values
 from r3lite.protocols.registry import build_protocol
@@ -46,7 +46,7 @@ def test_a_start_from_an_adapter_is_not_told_to_run_sft_first(tmp_path, capsys):
         write_jsonl(tmp_path / "metrics.jsonl", [{"step": steps, "epoch": 1.0}])
         said = told(capsys, NONE, NONE, adapter=str(tmp_path))
         assert f"Malformed: {expected}" in said or f"Malformed: train {tmp_path} for longer in SFT, {expected}" in said
-        for warn in (warn_of_start, warn_of_short_sft):
+        for warn in (warn_of_little_sft, warn_of_short_sft):
             warn(str(tmp_path))
             assert ("had only 3 steps of SFT: it may hardly know" in capsys.readouterr().err) == (steps == 3)
 

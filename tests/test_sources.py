@@ -12,7 +12,7 @@ import torch
 
 from r3lite import ppo, sft
 from r3lite.assembly import supervised
-from r3lite.assembly.rl_setup import shared_by_prompts
+from r3lite.assembly.rl_setup import common_prompt_tokens
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
@@ -212,10 +212,10 @@ def test_prompts_of_sources_share_what_all_begin_with_and_must_leave_room(tokeni
     layouts = {"talk": Layout(tokenizer, Chat("s" * 80), LengthSettings(max_length=400))}
     prompts = [layouts["talk"].prompt("b"), layouts["talk"].prompt("a")]
     common = next(i for i, (x, y) in enumerate(zip(*prompts)) if x != y)
-    assert shared_by_prompts([asked("b"), asked("a")], layouts) == common // 16 * 16 > 64
-    assert shared_by_prompts([asked("b"), asked("a"), asked("c", "s" * 20)], layouts) == 16  # of 1 + 7 + 20
+    assert common_prompt_tokens([asked("b"), asked("a")], layouts) == common // 16 * 16 > 64
+    assert common_prompt_tokens([asked("b"), asked("a"), asked("c", "s" * 20)], layouts) == 16  # of 1 + 7 + 20
     with raises(R3LiteError, "prompt-too-long", "talk/1"):
-        shared_by_prompts([asked("b"), asked("x" * 400)], layouts)
+        common_prompt_tokens([asked("b"), asked("x" * 400)], layouts)
 
 
 def test_the_examples_of_the_page_run(cold, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def test_what_is_kept_is_what_transformers_says(cache, trajectories):
 
 def test_a_cache_that_was_stopped_goes_on_and_is_the_same_to_the_bit(trajectories, tmp_path, monkeypatch):
     for module in (teacher_cache, teacher_logprobs):
-        monkeypatch.setattr(module, "PART", 2)
+        monkeypatch.setattr(module, "ROWS_PER_PART", 2)
     assert collected(trajectories, tmp_path / "whole") == 0
     write, written = teacher_logprobs.write_part, []
 

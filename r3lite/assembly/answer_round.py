@@ -1,8 +1,8 @@
 """The episodes of a round of --learn answer: several ends of each context. Only the last turn of an end is learned.
 
-A context is an episode up to its last turn, if the documents of the episode have every gold paragraph. The ends of a
-context differ by how they read the same documents, so that the luck of retrieval is not in their rewards. Training on
-reading alone is reported to help in arXiv 2505.13258 and 2503.12759.
+A context is an episode without its last turn, if the documents of the episode have every gold paragraph. An end is a
+context with a new last turn. All ends of a context read the same documents, so their rewards do not depend on the luck
+of retrieval. Training on reading alone is reported to help in arXiv 2505.13258 and 2503.12759.
 """
 
 import math
@@ -24,7 +24,7 @@ from r3lite.settings import PpoConfig
 from r3lite.settings.rl import UNPAID_FOR_ANSWERS
 
 DRAWS_PER_CONTEXT = 4  # a round draws at most this many questions for each context that it needs
-LEAST_DRAWS = 64  # while a round has no context, its limit is at least this many questions in all
+MIN_DRAW_LIMIT = 64  # as long as a round has no context, it may draw at least this many questions
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class AnswerRound(Round):
     def metrics(self) -> dict[str, float | None]:
         """Returns means over the ends and over the whole episodes.
 
-        `searches` counts those of the whole episodes, since an end makes no search. `contexts/zero_std` is the share of
-        the contexts whose rewards are all equal: frac_reward_zero_std is of the batch, which does not have them.
+        `searches` is of the whole episodes, since an end makes no search. `contexts/zero_std` is the share of contexts
+        whose ends all have the same reward. frac_reward_zero_std cannot show it: the batch leaves such contexts out.
         """
         episodes = [sequence.episode() for sequence in self.drawn]
         group_count = len(set(self.groups))
@@ -60,7 +60,7 @@ class AnswerRound(Round):
 class AnswerSampler(RoundSampler):
     """Samples the rounds of --learn answer: --batch-size contexts, each with --num-generations ends."""
 
-    engine: Engine  # in this process: a remote engine has no `end_again`
+    engine: Engine  # never a remote engine, which has no `end_again`
 
     def __post_init__(self):
         super().__post_init__()
@@ -93,10 +93,11 @@ class AnswerSampler(RoundSampler):
         )
 
     def _draw(self, number: int) -> tuple[list[Sequence], list[Sequence]]:
-        """Returns whole episodes, and those of them that are contexts: --batch-size, or fewer if no more may be drawn.
+        """Returns the whole episodes of a round, and --batch-size of them that are contexts.
 
-        Draws questions in batches: each batch has as many as yield the missing contexts, if the share of contexts
-        stays as it is so far. Episodes that are sampled together take hardly longer than one.
+        There are fewer contexts if the limit of draws is reached. Questions are drawn in batches, since episodes that
+        are sampled together take hardly longer than one. A batch has as many questions as are expected to yield the
+        missing contexts: the share of contexts so far is taken for theirs.
         """
         size = self.config.rl.batch_size
         drawn: list[Sequence] = []
@@ -109,7 +110,7 @@ class AnswerSampler(RoundSampler):
             contexts += [sequence for sequence in sampled if is_context(sequence)]
             limit = DRAWS_PER_CONTEXT * size
             if not contexts:
-                limit = max(limit, LEAST_DRAWS)
+                limit = max(limit, MIN_DRAW_LIMIT)
             if len(contexts) >= size or len(drawn) >= limit:
                 break
             attempt += 1
@@ -135,7 +136,7 @@ class AnswerSampler(RoundSampler):
 
 
 def is_context(sequence: Sequence) -> bool:
-    """Returns whether the documents of an episode, as they were cut to fit, have every gold paragraph."""
+    """Returns whether the documents in an episode, which may have been cut to fit, have every gold paragraph."""
     return sequence.failure is None and sequence.episode().recall == 1.0
 
 

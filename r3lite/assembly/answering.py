@@ -40,7 +40,7 @@ def build_engine(
 
     The plan includes a `judge` that is loaded beside the model.
     """
-    # Prompts and plan come first: what is wrong with them shows before a model is downloaded.
+    # Prompts and plan come first, so that their errors show before a model is downloaded.
     opening = OPENINGS[baseline]
     plan = plan_memory(config, questions, judge)
     protocol = build_protocol(config.protocol, opening)
@@ -97,9 +97,9 @@ def plan_memory(
 
 
 def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retrieve, Finder | None]:
-    """Returns the retriever of the settings, and the finder of procedures; None if there are no procedures.
+    """Returns the retriever of the settings, and the finder of procedures, which is None without --procedures.
 
-    The retriever must not need the questions of a data set.
+    Raises UsageError as `check_retriever` does. `gives_up` is that of `Setup`.
     """
     setup = check_retriever(config, gives_up)
     retrieve = build_retriever(setup)
@@ -107,9 +107,9 @@ def open_retriever(config: AnsweringConfig, gives_up: bool = True) -> tuple[Retr
 
 
 def check_retriever(config: AnsweringConfig, gives_up: bool = True) -> Setup:
-    """Returns what the retriever of the settings is built from.
+    """Checks that the retriever of the settings works without a data set; returns the setup to build it from.
 
-    Raises UsageError if the retriever needs the questions of a data set, or an index that is not given.
+    Raises UsageError if the retriever needs the questions of a data set, or an index that the settings do not name.
     """
     settings = config.retrieval
     protocol = build_protocol(config.protocol)
@@ -131,8 +131,7 @@ def check_retriever(config: AnsweringConfig, gives_up: bool = True) -> Setup:
 def answers_in_steps(config: AskConfig | ServeConfig) -> bool:
     """Returns whether the model answers in steps, as --steps says.
 
-    With --steps auto it does if r3lite has trained the model or its adapter, as far as the run folder or the export
-    tells.
+    With --steps auto, it does if r3lite has trained the model or its adapter. The run folder or the export tells that.
     """
     if config.answers.steps != "auto":
         return config.answers.steps == "on"
@@ -142,7 +141,7 @@ def answers_in_steps(config: AskConfig | ServeConfig) -> bool:
 
 
 def plain_baseline(config: AskConfig | ServeConfig) -> str:
-    """Returns the baseline that asks in an ordinary chat: rag, with documents, or closed-book without a search."""
+    """Returns the baseline for a model that does not answer in steps: rag, or closed-book if there is no search."""
     if config.retrieval.retriever == "none" or not build_protocol(config.protocol).can_search:
         return "closed-book"
     return "rag"

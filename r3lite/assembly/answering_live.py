@@ -32,7 +32,7 @@ from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sequence import Listener
 from r3lite.rollout.uniforms import Uniforms
 from r3lite.serving.asks import MODES, Ask, Message, ServedAnswer, Tell
-from r3lite.serving.telling import Growing
+from r3lite.serving.telling import GrowingAnswer
 from r3lite.settings import ServeConfig
 from r3lite.training.earlier_run import settings_of
 
@@ -226,10 +226,10 @@ class LiveAnswers:
             "examples": examples_of(config, folders.values()),
         }
         self.numbers = itertools.count()  # of the asks
-        self.growing: dict[int, Growing] = {}  # the unfinished answers, by the id() of their sequences
+        self.growing: dict[int, GrowingAnswer] = {}  # the unfinished answers, by the id() of their sequences
         self.lanes = self._lanes()
 
-    def prepare(self, ask: Ask, tell: Tell | None) -> Growing:
+    def prepare(self, ask: Ask, tell: Tell | None) -> GrowingAnswer:
         """Returns the ask with its opened sequence. The first messages of a conversation that is too long are left
         out."""
         layout_name = self._layout(ask)
@@ -247,13 +247,13 @@ class LiveAnswers:
             max_tokens=ask.max_tokens,
         )
         layout.open(sequence)
-        growing = Growing(
+        growing = GrowingAnswer(
             ask,
             transcript=sequence,
             protocol=layout.protocol,
             tell=tell,
         )
-        sequence.listener = Listener(growing.hear, growing.look)
+        sequence.listener = Listener(growing.take_text, growing.take_step)
         if sequence.pending:
             self._search_first(sequence, layout)
         return growing
@@ -263,7 +263,7 @@ class LiveAnswers:
         with contextlib.closing(Fetcher(self.retrieve)) as fetcher:
             ((_, documents),) = fetcher.fetch([sequence])
         layout.splice(sequence, documents)
-        sequence.listener.step(sequence)
+        sequence.listener.on_step(sequence)
 
     def warm_up(self) -> None:
         """Answers, with every adapter, a question for each of its rows, limited to 1, 2, 3, ... tokens.
@@ -279,16 +279,16 @@ class LiveAnswers:
         while self.growing:
             self.iterate()
 
-    def join(self, growing: Growing) -> None:
+    def join(self, growing: GrowingAnswer) -> None:
         """Begins an answer, or lets it wait until a row is free."""
         self.lanes.join(growing.transcript)
         self.growing[id(growing.transcript)] = growing
 
-    def leave(self, growing: Growing) -> None:
+    def leave(self, growing: GrowingAnswer) -> None:
         """Lets an answer end soon, unfinished."""
         growing.transcript.leaving = True
 
-    def iterate(self) -> list[tuple[Growing, ServedAnswer | None]]:
+    def iterate(self) -> list[tuple[GrowingAnswer, ServedAnswer | None]]:
         """Samples a token of every row; returns the answers that are finished, None for one that has failed."""
         finished = []
         for sequence in self.lanes.iterate():

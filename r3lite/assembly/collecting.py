@@ -12,11 +12,11 @@ from r3lite.datasets.collected import (
     Earlier,
     Tally,
     config_of,
-    go_on,
     held_out_of,
     questions_of,
     rejections_of,
     write_questions,
+    write_settings,
 )
 from r3lite.datasets.demonstrations import write_gold
 from r3lite.datasets.plain_rag import write_plain_rag
@@ -36,12 +36,12 @@ from r3lite.settings import CollectConfig
 
 
 def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
-    """Adds to `output` the trajectories that the source has for the questions, and returns the counts.
+    """Adds to the file `output` the trajectories of the questions, from the source of --source; returns the counts.
 
-    `earlier` has the records of an earlier run, which is continued.
+    `earlier` has the records of the earlier run that this one continues; none if it continues none.
     """
-    replies = Path(f"{output}.cache")
-    sweep(output, config_of(output), rejections_of(output), replies)
+    reply_cache = Path(f"{output}.cache")
+    sweep(output, config_of(output), rejections_of(output), reply_cache)
     if config.collect.source == "documents":
         return collect_from_documents(config, output)
     questions = new_questions(config.data)
@@ -83,7 +83,7 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
             retrieve=retrieve,
             output=output,
         )
-    client = Client(config.judge, Path(config.judge.judge_cache or replies))
+    client = Client(config.judge, Path(config.judge.judge_cache or reply_cache))
     begin_or_continue(
         config,
         protocol=protocol,
@@ -100,14 +100,14 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
         questions,
         output=output,
         earlier=earlier,
-        size=4 * config.judge.judge_concurrency,
+        size=4 * config.judge.judge_concurrency,  # questions at a time
     )
 
 
 def collect_from_documents(config: CollectConfig, output: Path) -> Tally:
-    """Makes questions from the passages of --index or --corpus, and writes them to files beside `output`.
+    """Makes questions from the passages of --index or --corpus: some to train on, the others to test with.
 
-    Writes the demonstrations of the questions to train on to `output`, and returns the counts.
+    Writes both to files beside `output`, and demonstrations of the first to `output`. Returns the counts.
     """
     seed = config.common.seed
     setup = Setup(
@@ -130,7 +130,7 @@ def collect_from_documents(config: CollectConfig, output: Path) -> Tally:
         output=output,
     )
     for path, part in files.items():
-        linked = sum(len(question.statements) > 1 for question in part)
+        linked = sum(len(question.statements) > 1 for question in part)  # questions that need two documents
         tally.extra[f"questions in {path.name}"] = f"{len(part)}, {linked} of them of two documents"
     return tally
 
@@ -138,8 +138,10 @@ def collect_from_documents(config: CollectConfig, output: Path) -> Tally:
 def collect_from_model(
     config: CollectConfig, protocol: Protocol, setup: Setup, output: Path, earlier: Earlier
 ) -> Tally:
-    """Adds to the file the model's own right episodes, and returns the counts; questions that earlier runs have done
-    are not sampled again."""
+    """Adds to `output` those of the model's own episodes that are right; returns the counts.
+
+    The questions of `earlier` are not sampled again.
+    """
     harvest = Harvest.after(
         earlier,
         questions=setup.questions,
@@ -166,7 +168,7 @@ def collect_from_model(
 
 def begin_or_continue(config: CollectConfig, protocol: Protocol, output: Path, earlier: Earlier) -> None:
     """Writes the settings of a new run beside `output`, or checks that an earlier run had the same."""
-    go_on(
+    write_settings(
         output,
         earlier=earlier,
         settings=to_toml(config, "collect"),

@@ -1,7 +1,8 @@
-"""What a run of training or of `collect` reads beside its data and its base, as fingerprints of the content: a run that
-is resumed with other content under the same names is another run.
+"""Fingerprints of what a run of training or of `collect` reads beside its data and its base model.
 
-A file or folder that is not here, such as a model of the hub or a server's passages, has no fingerprint.
+They are checksums of the content, by a name for the user. With them a resumed run refuses other content under the same
+file names. A file or folder that is not on this machine, such as a model of the hub or the passages of a server, has no
+fingerprint.
 """
 
 import sys
@@ -18,8 +19,8 @@ from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, ProtocolSet
 
 
 def fingerprint_of_adapter(model: ModelSettings) -> dict[str, str]:
-    """Returns the fingerprint of the adapter that the run starts from, which is also the reference of a KL
-    divergence; empty without --adapter."""
+    """Returns the fingerprint of the adapter that the run starts from and that is the reference of a KL divergence, if
+    the run has one; an empty dictionary without --adapter."""
     if not model.adapter:
         return {}
     folder = adapter_folder(model.adapter)
@@ -42,8 +43,8 @@ def fingerprints_of_rl(
 
 
 def fingerprints_of_collecting(config: CollectConfig, protocol: Protocol) -> dict[str, str]:
-    """Returns the fingerprints of all inputs of a run of `collect` that may be continued, except the questions: a
-    later run may have more."""
+    """Returns the fingerprints of all inputs of a run of `collect` except the questions: a later run that continues it
+    may have more questions."""
     fingerprints = of_prompts(config.protocol, {"": protocol}) | of_retrieval(config.retrieval)
     if config.collect.source == "self":
         fingerprints |= of_model("the model of --model", config.model.model) | fingerprint_of_adapter(config.model)
@@ -51,10 +52,11 @@ def fingerprints_of_collecting(config: CollectConfig, protocol: Protocol) -> dic
 
 
 def of_prompts(settings: ProtocolSettings, protocols: Mapping[str, Protocol]) -> dict[str, str]:
-    """Returns the fingerprint of the prompts of all formats, and that of the file of a user's own format."""
+    """Returns the fingerprint of the prompts of all formats, and of the file of a user's own format, if any."""
     texts = []
     for name, protocol in sorted(protocols.items()):
-        texts.append((name, protocol.system, protocol.init_prompt, getattr(protocol, "step_prompt", None)))
+        step_prompt = getattr(protocol, "step_prompt", None)  # not all protocols have one
+        texts.append((name, protocol.system, protocol.init_prompt, step_prompt))
     fingerprints = {"the prompts": f"{zlib.crc32(repr(texts).encode()):08x}"}
     if settings.is_own:
         fingerprints["the format of --format"] = content_fingerprint(Path(settings.format))
@@ -62,7 +64,7 @@ def of_prompts(settings: ProtocolSettings, protocols: Mapping[str, Protocol]) ->
 
 
 def of_rewards(settings: RewardSettings) -> dict[str, str]:
-    """Returns the fingerprints of the modules of a user's own rewards."""
+    """Returns the fingerprints of the modules of the user's own rewards, which --rewards names as MODULE:FUNCTION."""
     modules = {reward.function.__module__ for reward in named_rewards(settings) if ":" in reward.name}
     fingerprints = {}
     for name in sorted(modules):
@@ -73,10 +75,12 @@ def of_rewards(settings: RewardSettings) -> dict[str, str]:
 
 
 def of_paragraphs(questions: Iterable[Question]) -> str:
-    """Returns the fingerprint of the paragraphs that come with questions, and of which of them are gold."""
+    """Returns one fingerprint of the paragraphs that come with the questions, with their gold marks and hop counts."""
     checksum = 0
     for question in questions:
-        documents = [(document.id, document.title, document.text, document.metadata) for document in question.documents]
+        documents = []
+        for document in question.documents:
+            documents.append((document.id, document.title, document.text, document.metadata))
         gold = [(document.title, document.text) for document in question.gold]
         record = (documents, gold, question.gold_by, question.hop_count)
         checksum = zlib.crc32(repr(record).encode(), checksum)
@@ -84,8 +88,8 @@ def of_paragraphs(questions: Iterable[Question]) -> str:
 
 
 def of_retrieval(settings: RetrievalSettings) -> dict[str, str]:
-    """Returns the fingerprints of the corpus and the indexes that are searched here, and of the models of encoder and
-    reranker."""
+    """Returns the fingerprints of corpus and indexes, and of the models of encoder and reranker, as far as they are on
+    this machine."""
     fingerprints = {}
     if settings.retriever != "none":
         fingerprints |= _of_place("the passages of --corpus", settings.corpus)
@@ -98,14 +102,14 @@ def of_retrieval(settings: RetrievalSettings) -> dict[str, str]:
 
 
 def _of_place(name: str, place: str | None) -> dict[str, str]:
-    """Returns the fingerprint of a file or folder, if it is here."""
+    """Returns the fingerprint of a file or folder, if it is on this machine."""
     if not place or not Path(place).exists():
         return {}
     return {name: content_fingerprint(Path(place))}
 
 
 def of_model(name: str, model: str | None) -> dict[str, str]:
-    """Returns the fingerprint of the weights of a model's folder, if it is here."""
+    """Returns the fingerprint of a model's folder, if it is on this machine."""
     if not model or not Path(model).is_dir():
         return {}
     return {name: folder_fingerprint(Path(model))}

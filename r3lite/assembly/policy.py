@@ -1,6 +1,6 @@
-"""A policy ready to run: the frozen base as its memory plan says, with adapters, optimizer and critic as asked for.
+"""Loads a policy, ready to run: the base model as its memory plan says, with adapters, optimizer and critic if needed.
 
-`sft`, `ppo`, `evaluate` and `ask` all set theirs up here.
+All commands that run a policy, such as `sft`, `ppo`, `evaluate` and `ask`, load it here.
 """
 
 import hashlib
@@ -49,31 +49,32 @@ REFERENCE = "reference"
 
 @dataclass(frozen=True)
 class Training:
-    """The settings of training an adapter or all weights, and for algorithms with a critic a value head."""
+    """The settings of training an adapter or all weights, and a value head if the algorithm has a critic."""
 
     lora: LoraSettings  # shape of the adapter, if --adapter names none to start from
     optimizer: OptimizerSettings
     seed: int
-    set_by_user: Collection[str] = ()  # names of settings; values of `lora` among them must equal those of --adapter
-    keep_reference: bool = False  # the adapter to start from is loaded a second time, frozen
+    # Names of the settings that the user has set. Settings of `lora` among them must be those of --adapter.
+    set_by_user: Collection[str] = ()
+    keep_reference: bool = False  # the adapter to start from is loaded a second time, frozen, as the reference
     critic_learning_rate: float | None = None  # None: no critic
     ranks: Ranks = ALONE  # the processes that train together
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A model with its adapter switched on and the memory granted to the run; if it is trained, with its optimizer."""
+    """A model with its adapter switched on, the memory figures of the run, and an optimizer if the model is trained."""
 
     model: CausalLM
     precision: Precision
     grant: Grant
     optimizer: torch.optim.AdamW | AdamW8 | None = None
-    reference: str | None = None  # adapter that the policy is compared with; None: the bare base
+    reference: str | None = None  # name of the adapter that the policy is compared with; None: the base without adapter
     critic: ValueHead | None = None
-    fingerprint: str | None = None  # of the base, to be saved with the adapter
+    fingerprint: str | None = None  # of the base, which is saved with the adapter
     ranks: Ranks = ALONE
     full_tuning: FullTuning | None = None  # None: an adapter is trained
-    folder: Path | None = None  # of the base
+    folder: Path | None = None  # of the base; None: not needed, as only an adapter is saved
 
     def train_state(
         self,
@@ -96,12 +97,17 @@ class Policy:
         def save_adapter(folder: Path) -> None:
             lora.save_adapter(self.model, POLICY, folder, base_model=base_model, fingerprint=self.fingerprint)
 
+        save = save_adapter
+        result = ADAPTER
+        if self.full_tuning:
+            save = partial(saving.save_merged, self.model, self.folder)
+            result = MODEL
         return TrainState(
             optimizer=self.optimizer,
             precision=self.precision,
             max_grad_norm=settings.max_grad_norm,
-            save_adapter=partial(saving.save_merged, self.model, self.folder) if self.full_tuning else save_adapter,
-            result=MODEL if self.full_tuning else ADAPTER,
+            save_adapter=save,
+            result=result,
             data=data,
             inputs=inputs,
             facts=facts,
@@ -117,15 +123,17 @@ def load_policy(
     plan: Plan,
     training: Training | None = None,
 ) -> Policy:
-    """Returns the model of a folder with the adapter of --adapter, or else with a fresh one if an adapter is trained.
+    """Returns the model of a folder with the adapter of --adapter; without it, with a new one if an adapter is trained.
 
-    Several ranks all follow the plan of the rank with the smallest budget.
+    `training` is None if the model is only run. Several ranks all follow the plan of the rank with the smallest budget.
     Raises R3LiteError if base, tokenizer, lengths and adapter do not fit one another.
     """
     check_lengths(folder, plan.workload.vocabulary, plan.workload.row_tokens)
     trains_all = training is not None and training.lora.no_lora
     trains_adapter = training is not None and not trains_all
-    fingerprint = weights.fingerprint(folder) if settings.adapter or trains_adapter else None
+    fingerprint = None
+    if settings.adapter or trains_adapter:
+        fingerprint = weights.fingerprint(folder)
     if settings.adapter:
         check_base(settings, fingerprint)
         if training:
@@ -138,17 +146,20 @@ def load_policy(
         announce(plan)
     enforce(plan, device)
     warn_of_slow_fp16(precision)
+    nf4_cache = None
+    if ranks.first:  # other ranks neither read nor write the cache
+        nf4_cache = memory.nf4_cache
     model = load_frozen(
         folder,
         precision,
         nf4=plan.memory.nf4,
-        cache=memory.nf4_cache if ranks.first else None,
+        cache=nf4_cache,
         streamed=plan.memory.stream_layers,
     )
     if settings.adapter:
         lora.load_adapter(model, POLICY, settings.adapter, trainable=training is not None)
     elif trains_adapter:
-        _add_fresh_adapter(model, training)
+        _add_new_adapter(model, training)
     if settings.adapter or trains_adapter:
         lora.set_adapter(model, POLICY)
     if settings.compile:
@@ -163,8 +174,8 @@ def load_policy(
     return replace(policy, fingerprint=fingerprint)
 
 
-def _add_fresh_adapter(model: CausalLM, training: Training) -> None:
-    """Adds the adapter that is trained if there is none to start from."""
+def _add_new_adapter(model: CausalLM, training: Training) -> None:
+    """Adds a new adapter to train, for a run without an adapter to start from."""
     shape = training.lora
     lora.add_adapter(
         model,
@@ -185,9 +196,9 @@ def _train_adapter(
     training: Training,
     start: str | None,
 ) -> Policy:
-    """Returns a policy whose adapter is trained. `start` is the adapter that the run starts from, if any.
+    """Returns a policy whose adapter is trained. `start` is the adapter that the run starts from; None: a new one.
 
-    With `keep_reference`, `start` is loaded a second time as the reference.
+    With `keep_reference`, `start` is loaded a second time as the reference. Without `start` the reference is the base.
     """
     reference = None
     if training.keep_reference and start:
@@ -220,7 +231,7 @@ def _train_all(
     training: Training,
     folder: Path,
 ) -> Policy:
-    """Returns a policy that trains all weights: those of each layer are changed within the backward pass."""
+    """Returns a policy that trains all weights. The weights of each layer are updated during the backward pass."""
     if training.ranks.size > 1:
         cause = f"--no-lora trains in one process, but torchrun started {training.ranks.size}"
         raise R3LiteError(cause, "Start it without torchrun, or remove --no-lora.", code="no-lora-processes")
@@ -254,8 +265,10 @@ def _train_all(
 
 
 def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> list[optim.ParameterGroup]:
-    """Returns an adapter's parameters by their learning rates: one for all, or a larger one for the matrices B with
-    LoRA+ (arXiv 2402.12354)."""
+    """Returns an adapter's parameters in groups with one learning rate each.
+
+    There is one group, or with LoRA+ (arXiv 2402.12354) two: the matrices B have a larger rate than the matrices A.
+    """
     rate = settings.learning_rate
     ratio = settings.lora_plus_ratio
     if ratio == 1:
@@ -269,7 +282,10 @@ def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSett
 
 
 def check_lengths(folder: Path, ids: int, longest: int) -> None:
-    """Refuses token ids without a row in the embedding, and rows that are longer than the model was made for."""
+    """Raises R3LiteError if the model of a folder has too few embeddings or too few positions.
+
+    `ids` is the number of the tokenizer's ids, `longest` the length in tokens of the longest row or episode.
+    """
     config = read_config(folder)
     max_length = config.max_position_embeddings
     with naming_gguf(folder):
@@ -286,7 +302,11 @@ def check_lengths(folder: Path, ids: int, longest: int) -> None:
 
 
 def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
-    """Refuses the adapter of another base. If its base is not recorded, only its shapes can tell: it is accepted."""
+    """Raises R3LiteError if the adapter was trained on another base than that with `fingerprint`.
+
+    An adapter without a recorded fingerprint is accepted: another base would only be noticed by its shapes. Prints a
+    note if the run of the adapter is not complete, so that its latest checkpoint is used.
+    """
     name, trained_on = lora.read_base(settings.adapter)
     folder = adapter_folder(settings.adapter)
     if folder.parent.parent == Path(settings.adapter):
@@ -298,7 +318,7 @@ def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
 
 
 def remedy_of_format(model: ModelSettings) -> str:
-    """Returns what to do about a model that hardly follows the step format: a clause without a capital or a stop."""
+    """Returns what a user can do if a model hardly follows the step format, as a clause without a capital or a stop."""
     trained = result_of_run(model.model, model.adapter)
     if trained is None:
         return "run SFT first, and pass its run as --adapter"
@@ -309,7 +329,7 @@ def remedy_of_format(model: ModelSettings) -> str:
 
 
 def warn_of_short_sft(trained: str | None) -> None:
-    """Warns if the SFT of a run folder was so short that its model may hardly know the step format."""
+    """Warns if the SFT that made an adapter or a model was so short that it may hardly know the step format."""
     length = sft_length(trained) if trained is not None else None
     if length is not None and length.is_short:
         message = f"{trained} had only {length.steps} steps of SFT: it may hardly know the step format"
@@ -318,15 +338,21 @@ def warn_of_short_sft(trained: str | None) -> None:
 
 def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
     """Warns if an adapter, or a model of `sft --no-lora`, was trained on other step formats, prompts or thoughts than
-    the settings of a command have, as far as its run folder says. Raises R3LiteError for another --format."""
-    settings = {name: "none" if value is None else value for name, value in flat(config).items()}  # as in a file
+    the settings of a command have, as far as its run folder says.
+
+    Raises R3LiteError if the user has set --format, and the formats of the training are others.
+    """
+    settings = {}
+    for name, value in flat(config).items():
+        settings[name] = "none" if value is None else value  # as in the `config.toml` of a run
     trained = result_of_run(settings["model"], adapter)
     recorded = settings_of(trained) if trained is not None else {}
     if not recorded:
         return
+    # A setting that is not recorded counts as equal.
     trained_settings = {name: recorded.get(name, value) for name, value in settings.items()}
     trained_settings["sources"] = recorded.get("sources")
-    if "thinking" in settings:  # `auto` means `off` where thoughts can be switched
+    if "thinking" in settings:  # off and auto count as equal: auto means off if the model's thoughts can be switched
         settings["thinking"] = settings["thinking"].replace("off", "auto")
         trained_settings["thinking"] = trained_settings["thinking"].replace("off", "auto")
     differences = []
@@ -340,11 +366,11 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
             code="format-differs",
         )
     if new_formats:
-        here = ", ".join(sorted(new_formats))
+        formats_here = ", ".join(sorted(new_formats))
         if learned_formats:
-            differences.append(f"--format {', '.join(sorted(learned_formats))} (here {here})")
+            differences.append(f"--format {', '.join(sorted(learned_formats))} (here {formats_here})")
         else:
-            differences.append(f"chats without steps (here --format {here})")
+            differences.append(f"chats without steps (here --format {formats_here})")
     for name in (*vars(config.protocol), "thinking"):
         if name == "format" or name not in settings:
             continue
@@ -367,7 +393,7 @@ def _check_shape(
     training: Training,
     model: ModelConfig,
 ) -> None:
-    """Refuses settings of a fresh adapter that the user has set and that differ from those of `adapter`."""
+    """Raises R3LiteError if the user has set the shape of a new adapter and it is not that of `adapter`."""
     config = lora.read_adapter_config(adapter)
     shape = {
         "lora_r": config.r,
@@ -379,7 +405,7 @@ def _check_shape(
     for name, value in shape.items():
         setting = getattr(training.lora, name)
         is_equal = setting == value
-        if name == "lora_targets":
+        if name == "lora_targets":  # the setting may have other names of the same layers
             is_equal = of_model(setting, projection_names(model)) == value
         if name in training.set_by_user and not is_equal:
             remedy = f"Remove {flag(name)}, or train a new adapter without --adapter."
@@ -422,9 +448,10 @@ def load_frozen(
     cache: str | None,
     streamed: bool = False,
 ) -> CausalLM:
-    """Returns the model of a folder, dense or in NF4, with all its layers on the device or, if `streamed`, two of them.
+    """Returns the frozen model of a folder, dense or in NF4. If it is `streamed`, only two layers are on the device.
 
-    Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files.
+    Quantized weights are kept in the folder `cache` (--nf4-cache) for the next start with the same files. None: they
+    are not kept.
     """
     model = _load(folder, precision, nf4=nf4, cache=cache, streamed=streamed)
     if model.layer_stream:
@@ -450,18 +477,18 @@ def _load(
     model = weights.load_model(folder, dtype, device, quantize=True, streamed=streamed)
     try:
         with sole_writer(cached, folder=False):
-            sweep(cached)  # what a kill left is as large as the weights
+            sweep(cached)  # removes files that a killed process left, which may be as large as the weights
             saving.save_nf4(model, folder, cached)
         size = f"{size_of(cached) / 1e6:,.0f} MB"
         print(f"cached the quantized weights in {cached}: {size}; to remove: {CLEAR}", file=sys.stderr)
-    except (OSError, R3LiteError) as error:  # a full disk costs the next start some seconds, not this run
+    except (OSError, R3LiteError) as error:  # such as a full disk: only the next start takes longer
         message = str(error).splitlines()[0]
         print(f"warning: cannot cache the quantized weights in {cached}: {message}", file=sys.stderr)
     return model
 
 
 def _digest(folder: Path, dtype: torch.dtype) -> str:
-    """Returns a digest of everything that NF4 weights are made of: it differs if the folder has changed."""
+    """Returns a digest of everything that NF4 weights are made of. It changes if the files in the folder change."""
     stats = []
     for path in sorted(folder.glob("*.safetensors*")):
         if path.is_file():

@@ -61,14 +61,15 @@ class RLTrainer:
     def step(self, number: int) -> tuple[dict, int]:
         """Takes one round; returns its metrics, and the number of tokens of its episodes."""
         watch = Stopwatch(self.spans)
-        # The guard compares the rewards of rounds. If the weights of the rewards change, it must begin anew.
+        # The guard compares the rewards of rounds. If the rewards have other weights from this round on, it must forget
+        # those of earlier rounds.
         if weights_change_at(self.config.reward, number):
             self.guard.forget_rewards()
         sampled = self.round_sampler.sample(number, watch)
         if self.round_sampler.ranks.first:
             append_jsonl(self.episodes_file, sampled.records(number))
         record = sampled.metrics()
-        self.learner.algorithm.kl.scale = self.guard.kl_scale  # a rollback may raise it
+        self.learner.algorithm.kl_multiplier.scale = self.guard.kl_scale  # a rollback may raise it
         if self.learner.budget:
             # --kl-budget judges the update of the previous round. If the number of rollbacks has changed since then,
             # that update is undone, and there is nothing to judge.
@@ -76,8 +77,8 @@ class RLTrainer:
         record |= self._learn(number, sampled, watch)
         if self.round_sampler.judge:
             record |= self.round_sampler.judge.counts()
-        record |= watch.laps
-        # Once in a run, when the first rounds are over, the guard returns their metrics; in all other rounds, nothing.
+        record |= watch.laps  # the seconds of each stage
+        # In the last of the first rounds the guard returns the metrics of these rounds; in all others an empty list.
         metrics_of_first_rounds = self.guard.first_rounds(record)
         if metrics_of_first_rounds:
             rl_setup.warn_of_no_reward(self.config, metrics_of_first_rounds)
@@ -86,14 +87,15 @@ class RLTrainer:
     def _learn(self, number: int, sampled: Round, watch: Stopwatch) -> dict[str, float]:
         """Takes the optimizer steps of a round and returns their metrics.
 
-        There are none if no episode is to be learned from: if all rewards are missing, or if all groups lack variance
-        after the refill.
+        Takes no step and returns no metrics if there is no episode to learn from: if all rewards are missing, or if all
+        groups lack variance after the refill.
         """
         rollouts = sampled.rollouts(self.config.rl.failed_below)
         if not rollouts:
             return {}
         if self.teacher:
             with watch.stage("teacher"):
+                # With the teacher's distributions at the tokens of failed episodes.
                 batch = self.teacher.batch(rollouts, sampled.question_ids)
         else:
             batch = Batch.of(rollouts)
@@ -102,13 +104,13 @@ class RLTrainer:
 
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
-        add_teacher = None
+        make_taught_batch = None
         if isinstance(self.teacher, teacher.TeacherInTurns):  # other teachers read a file and run no model
-            add_teacher = self.teacher.batch
-        rl_setup.rehearse(self.learner, add_teacher)
+            make_taught_batch = self.teacher.batch
+        rl_setup.rehearse(self.learner, make_taught_batch)
 
     def explain_overflow(self) -> str:
-        """Returns which layer overflowed first in the last micro-batch."""
+        """Runs the last micro-batch again without gradients, and returns which layer overflowed first."""
         return self.learner.explain_overflow()
 
 
@@ -120,7 +122,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             "--rollout-server needs a run in one process: start it without torchrun", code="workers-with-processes"
         )
     output = time.strftime("runs/ppo-%Y%m%d-%H%M%S")
-    with RunFolder("ppo", config, output, (run_files.EPISODES,), ranks=ranks) as run:
+    with RunFolder("ppo", config, output, logs=(run_files.EPISODES,), ranks=ranks) as run:
         trainer, validation = build_trainer(config, run=run, ranks=ranks)
         oversight = Oversight(
             run=run,
@@ -151,13 +153,13 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     if ranks.first:
         make_client = client_maker(config.model, config.memory)
         judge = build_judge(config.judge, run.output, reward=config.reward, make_client=make_client, spans=spans)
-    # No draw of RL uses torch's own generator. But checkpoints save its state, which must be equal in equal runs.
+    # RL draws nothing from torch's global generator. But checkpoints save its state, which must be equal in equal runs.
     torch.manual_seed(config.common.seed)
     guard = Guard(config.guard, config.episodes_of_round)
     held_out = read_held_out(config, questions)
     traces = rl_guidance.traces_of(config)  # episodes of a teacher
     replay = rl_guidance.build_buffer(config)
-    parts: dict[str, Stateful] = {"guard": guard}  # of checkpoints, besides the learner's
+    parts: dict[str, Stateful] = {"guard": guard}  # further parts of checkpoints
     if replay:
         parts["replay"] = replay
     engine, learner, state = rl_setup.build_learning(
@@ -227,7 +229,7 @@ def read_questions(config: PpoConfig) -> list[Question]:
 def check_questions(config: PpoConfig, questions: list[Question]) -> None:
     """Raises R3LiteError if the settings need questions of another kind.
 
-    Warns if the adapter was trained on most of them in SFT, or if `collect` rejected most of them.
+    Warns if the adapter learned demonstrations of most questions in SFT, or if `collect` rejected most of them.
     """
     rl_questions.warn_of_questions(config, questions)
     if config.rl.expand_limit and not any(question.gold for question in questions):
@@ -239,12 +241,12 @@ def check_questions(config: PpoConfig, questions: list[Question]) -> None:
 
 
 def retrieval_setup(config: PpoConfig, questions: list[Question]) -> Setup:
-    """Returns the setup of the retriever for the questions whose protocols search, or for all if none does."""
+    """Returns the setup of the retriever for the questions whose protocols search; for all if no protocol does."""
     protocols = protocols_of(config.protocol, config.mixture)
-    with_searches = [question for question in questions if protocols[question.source].can_search]
+    searching_questions = [question for question in questions if protocols[question.source].can_search]
     return Setup(
         config.retrieval,
-        with_searches or questions,
+        searching_questions or questions,
         config.common.seed,
         skip_bad_rows=config.data.skip_bad_rows,
     )
@@ -269,13 +271,16 @@ def check(config: PpoConfig) -> None:
 
 
 def check_searches(config: PpoConfig) -> None:
-    """Raises UsageError if rewards need searches that the protocols of a run do not have."""
+    """Raises UsageError if a reward needs searches and no protocol of the run has any.
+
+    Also raises it if --least-searches asks for more searches than an episode can have.
+    """
     rewards = named_rewards(config.reward)
     # Without [[sources]] the only protocol is that of --format, which `protocols_of` has under the empty name.
     names = [entry["name"] for entry in entries_of(config.data, config.mixture)] or [""]
     protocols = protocols_of(config.protocol, config.mixture)
     protocols_in_use = [protocols[name] for name in names]
-    # --max-hops limits the steps that search: it limits the searches only if each step has one at most.
+    # --max-hops limits the number of steps that search. That is the number of searches if no step has more than one.
     one_search_a_step = all(
         protocol.most_queries == 1 and not protocol.searches_by_graph for protocol in protocols_in_use
     )
@@ -289,10 +294,10 @@ def check_searches(config: PpoConfig) -> None:
         return
     searching_rewards = [reward.name for reward in rewards if reward.function in SEARCH_REWARDS]
     if searching_rewards:
-        without_searches = f"--format {config.protocol.format} does not have any"
+        reason = f"--format {config.protocol.format} does not have any"
         if config.mixture.sources:
-            without_searches = "no source has any"
+            reason = "no source has any"
         raise UsageError(
-            f"--rewards has {searching_rewards[0]}, which needs searches, but {without_searches}",
+            f"--rewards has {searching_rewards[0]}, which needs searches, but {reason}",
             code="reward-without-searches",
         )

@@ -31,7 +31,8 @@ from r3lite.training.state import TrainState
 
 
 def add_values(learner: Learner, sequences: list[Sequence]) -> None:
-    """Gives episodes the values of the critic, which the servers do not run when they sample."""
+    """Sets the critic's values in the episodes, since the servers run no critic."""
+    # The values depend on neither rewards nor groups.
     batch = Batch.of([Rollout(sequence, token_rewards=[], group=0) for sequence in sequences])
     values = learner.grant.run_within_memory("update", state_values, learner, batch)
     for sequence, row_values, mask in zip(sequences, values, batch.action_mask, strict=True):
@@ -40,7 +41,7 @@ def add_values(learner: Learner, sequences: list[Sequence]) -> None:
 
 @torch.no_grad()
 def state_values(learner: Learner, batch: Batch) -> torch.Tensor:
-    """Returns the critic's values [B, T] of the states before the action tokens."""
+    """Returns the critic's values [B, T] of the states before the action tokens, 0 at other tokens."""
     values = torch.zeros_like(batch.values)
     with learner.precision.autocast():
         for rows in learner.micro_batches(batch):
@@ -93,7 +94,7 @@ def build_remote_sampler(
     setup: Setup,
     output: Path,
 ) -> RoundSampler:
-    """Returns a sampler of the same rounds that samples on the servers of the settings, not in the `local` engine."""
+    """Returns a copy of a sampler that samples on the servers of the settings, not in the `local` engine."""
     config = sampler.config
     facts = facts_of(
         config,
@@ -108,15 +109,19 @@ def build_remote_sampler(
     last = config.rounds(len(sampler.questions))
 
     def draw_ahead(number: int) -> tuple[list[Question], list[str]]:
+        """Returns the questions and seeds of a round; none after the last round."""
         if number > last:
             return [], []
         return sampler.order.of_round(number, config.rl.batch_size)
 
-    engine = RemoteEngine(servers, state.save_adapter, draw_ahead=draw_ahead if is_ahead else None)
+    draw = draw_ahead if is_ahead else None
+    engine = RemoteEngine(servers, state.save_adapter, draw)
     if is_ahead:
         state.parts["rollouts"] = engine
-    has_critic = learner.value_head is not None
-    return replace(sampler, engine=engine, add_values=partial(add_values, learner) if has_critic else None)
+    critic_values = None
+    if learner.value_head is not None:
+        critic_values = partial(add_values, learner)
+    return replace(sampler, engine=engine, add_values=critic_values)
 
 
 def _server(
@@ -126,7 +131,7 @@ def _server(
     local: Engine,
     output: Path,
 ) -> RolloutWorker | VllmServer:
-    """Asks a server what it is and returns its client; R3LiteError if it is neither a rollout worker nor vLLM."""
+    """Asks a server what it is, and returns its client. Raises R3LiteError if it is neither a worker nor vLLM."""
     link = Link(
         url.rstrip("/"),
         remedy=REMEDY,

@@ -1,7 +1,7 @@
 """The off-policy episodes of a round: a teacher's traces, and replayed successes of earlier rounds.
 
-`rl_round` calls this when it draws a round's questions and when the episodes have rewards. The loss of off-policy
-tokens is in `rl/algorithms/mixed.py`.
+`rl_round.py` calls `Guidance` when it draws the questions of a round and when the sampled episodes have rewards. The
+loss of off-policy tokens is in `rl/algorithms/mixed.py`.
 """
 
 import sys
@@ -27,7 +27,8 @@ from r3lite.settings import PpoConfig
 
 
 def check(config: PpoConfig) -> None:
-    """Raises UsageError if an algorithm with off-policy episodes lacks traces, or rewards that it can compare."""
+    """Raises UsageError if an algorithm with off-policy episodes lacks traces, or rewards for correct answers whose
+    weights do not change."""
     rl = config.rl
     algorithm = ALGORITHMS[rl.algorithm]
     if algorithm.has_traces and rl.traces is None:
@@ -66,7 +67,7 @@ def build_buffer(config: PpoConfig) -> ReplayBuffer | None:
 
 @dataclass(frozen=True)
 class MatchedTrace:
-    """A trace and one of the questions with its text."""
+    """A trace and a question with the same text. A trace is matched with every such question."""
 
     trace: Trajectory
     question: Question
@@ -80,36 +81,38 @@ def usable_traces(
     layout: Layout,
     judge: Judge | None,
 ) -> dict[str, Rollout]:
-    """Returns, by the id of each question that has usable traces, the one with the highest reward; prints how many
-    are left out.
+    """Returns the usable trace with the highest reward of each question that has any, by the question's id; prints how
+    many traces are left out, and why.
 
-    A trace belongs to every question with its text, and is rewarded as an episode of this question would be. Its
+    A trace belongs to every question with the same text, and is rewarded as an episode of this question would be. Its
     log-probabilities are 0: the teacher's probability is taken to be 1. Its `group` is set when a round takes it.
+    Raises R3LiteError if no trace is usable.
     """
     matched = _matched_traces(traces, questions, layout)
     fitting = [match for match in matched if match.row is not None]
     episodes = [Episode(match.question, list(match.trace.steps), ANSWERED) for match in fitting]
-    rewards = score_all(episodes, config.reward, judge, {question.source for question in questions})
-    missing = 0
-    wrong = 0
+    sources = {question.source for question in questions}
+    rewards = score_all(episodes, config.reward, judge, run_sources=sources)
+    missing_rewards = 0
+    wrong_answers = 0
     best: dict[str, Rollout] = {}  # by the question's id
     for match, reward in zip(fitting, rewards, strict=True):
         if reward is None:
-            missing += 1
+            missing_rewards += 1
             continue
         if outcome_share(reward, config.reward) < config.rl.trace_min_outcome:
-            wrong += 1
+            wrong_answers += 1
             continue
         id = match.question.id
         if id not in best or reward.total > best[id].total:
-            best[id] = _off_policy(match.row, reward)
+            best[id] = _trace_rollout(match.row, reward)
     texts = {_normalized(question.text) for question in questions}
     reasons = {
         "have no question in --data": sum(_normalized(trace.question) not in texts for trace in traces),
         f"are longer than {layout.lengths.max_length} tokens": len(matched) - len(fitting),
-        "have no verdict of the judge, or no value of another reward": missing,
-        f"have an answer reward below {config.rl.trace_min_outcome:g} of the maximum": wrong,
-        "are not the best of their question": len(fitting) - missing - wrong - len(best),
+        "have no verdict of the judge, or no value of another reward": missing_rewards,
+        f"have an answer reward below {config.rl.trace_min_outcome:g} of the maximum": wrong_answers,
+        "are not the best of their question": len(fitting) - missing_rewards - wrong_answers - len(best),
     }
     message = f"{len(best)} of {len(questions)} questions have a usable trace, of {len(traces)} traces"
     for reason, count in reasons.items():
@@ -126,7 +129,7 @@ def usable_traces(
 
 
 def _matched_traces(traces: Sequence[Trajectory], questions: Sequence[Question], layout: Layout) -> list[MatchedTrace]:
-    """Returns each trace with each of the questions that have its text."""
+    """Returns each trace with each question that has the same text."""
     by_text: dict[str, list[Question]] = {}
     for question in questions:
         by_text.setdefault(_normalized(question.text), []).append(question)
@@ -139,92 +142,98 @@ def _matched_traces(traces: Sequence[Trajectory], questions: Sequence[Question],
 
 
 def _normalized(text: str) -> str:
-    """Returns a text with single blanks between its words."""
+    """Returns a text with one blank between any two words."""
     return " ".join(text.split())
 
 
-def _off_policy(row: Row, reward: EpisodeReward) -> Rollout:
-    """Returns a trace as an off-policy rollout without a group."""
+def _trace_rollout(row: Row, reward: EpisodeReward) -> Rollout:
+    """Returns a trace as an off-policy rollout. Its group 0 stands for none."""
     rollout = Rollout.with_final_reward(row, reward=reward.total, group=0)
     return replace(rollout, off_policy=True, signal=reward.signal)
 
 
 @dataclass(frozen=True)
 class Guidance:
-    """Chooses the off-policy episodes of each round. Its only state is the replay buffer."""
+    """Chooses the off-policy episodes of each round. The replay buffer is all that changes from round to round."""
 
     config: PpoConfig
     questions: dict[str, Question]  # by id
-    traces: dict[str, Rollout]  # by the id of its question
+    traces: dict[str, Rollout]  # by the id of the question
     replay: ReplayBuffer | None
-    mean_entropies: Callable[[Batch], Tensor]  # the current policy's, [B] for a batch
+    mean_entropies: Callable[[Batch], Tensor]  # of each row [B] of a batch, under the current policy
 
     def replayed(self, number: int) -> list[str]:
-        """Returns the ids of the questions that round `number` asks again."""
+        """Returns the ids of the questions of the replay buffer that round `number` asks again."""
         if self.replay is None:
             return []
-        count = self.config.rl.questions_at(self.config.rl.replay_share)
+        count = self.config.rl.question_count(self.config.rl.replay_share)
         return self.replay.choose(count, f"{self.config.common.seed}/replay {number}")
 
     def with_replayed(self, drawn: list[Question], replayed: list[str]) -> list[Question]:
-        """Returns the questions of a round's episodes, group by group, with the `replayed` ones in place of the last
-        groups, unless they were drawn anyway."""
-        size = self.config.rl.num_generations
-        groups = drawn[::size]
-        free = [i for i in reversed(range(len(groups))) if groups[i].id not in replayed]
-        drawn_ids = {question.id for question in groups}
-        missing = [id for id in replayed if id not in drawn_ids]
-        for i, id in zip(free, missing, strict=False):
-            groups[i] = self.questions[id]
-        return [question for question in groups for _ in range(size)]
+        """Returns the questions of a round's episodes, with those of the ids `replayed` in place of the last groups.
 
-    def join(
+        `drawn` has the question of each episode, group by group. A replayed question that was drawn anyway stays
+        where it is. If there are too few places, the last replayed questions are left out.
+        """
+        size = self.config.rl.num_generations
+        group_questions = drawn[::size]
+        places = [i for i in reversed(range(len(group_questions))) if group_questions[i].id not in replayed]
+        drawn_ids = {question.id for question in group_questions}
+        ids_to_place = [id for id in replayed if id not in drawn_ids]
+        for i, id in zip(places, ids_to_place, strict=False):
+            group_questions[i] = self.questions[id]
+        return [question for question in group_questions for _ in range(size)]
+
+    def choose_and_store(
         self,
         number: int,
-        groups: list[str],
+        group_questions: list[str],
         rewarded: Iterable[tuple[Rollout, EpisodeReward]],
         replayed: list[str],
     ) -> tuple[list[Rollout], dict[str, float]]:
-        """Returns the off-policy episodes of round `number`, and metrics of them; adds the round's successes to the
-        buffer.
+        """Chooses the off-policy episodes of round `number`, then adds the round's successes to the replay buffer.
 
-        `groups` are the ids of its groups' questions, `rewarded` the sampled episodes that have a reward.
+        Returns the off-policy episodes, and metrics of them and of the buffer. `group_questions` has the id of each
+        group's question, `rewarded` the sampled episodes that have a reward. `replayed` has the ids that the method
+        `replayed` returned. If several groups have one question, the first of them gets its off-policy episodes.
         """
-        questions = list(dict.fromkeys(groups))
-        joined: list[Rollout] = []
+        questions = list(dict.fromkeys(group_questions))  # each id once, in the order of the groups
+        episodes: list[Rollout] = []
         metrics: dict[str, float] = {}
         if self.traces:
-            joined += self._trace_rollouts(groups, questions)
-            metrics["off_policy/traces"] = len(joined)
+            episodes += self._traces_of_round(group_questions, questions)
+            metrics["off_policy/traces"] = len(episodes)
         if self.replay is not None:
             replayed_questions = [id for id in replayed if id in questions]
             successes = self.replay.of_lowest_entropy(replayed_questions, self.mean_entropies)
-            joined += [success.rollout(groups.index(id)) for id, success in successes.items()]
+            episodes += [success.rollout(group_questions.index(id)) for id, success in successes.items()]
             metrics["off_policy/replays"] = len(successes)
             if successes:
-                ages = [number - success.round for success in successes.values()]
+                ages = [number - success.round for success in successes.values()]  # in rounds
                 metrics["replay/age"] = sum(ages) / len(ages)
-            self.replay.add(number, self._outcomes(groups, questions, rewarded))
+            self.replay.add(number, self._outcomes(group_questions, questions, rewarded))
             metrics |= self.replay.metrics()
-        return joined, metrics
+        return episodes, metrics
 
-    def _trace_rollouts(self, groups: list[str], questions: list[str]) -> list[Rollout]:
+    def _traces_of_round(self, group_questions: list[str], questions: list[str]) -> list[Rollout]:
         """Returns the traces of the first questions that have one, up to --trace-share of the questions."""
-        limit = self.config.rl.questions_at(self.config.rl.trace_share)
+        limit = self.config.rl.question_count(self.config.rl.trace_share)
         guided = [id for id in questions if id in self.traces][:limit]
-        return [replace(self.traces[id], group=groups.index(id)) for id in guided]
+        return [replace(self.traces[id], group=group_questions.index(id)) for id in guided]
 
     def _outcomes(
         self,
-        groups: list[str],
+        group_questions: list[str],
         questions: list[str],
         rewarded: Iterable[tuple[Rollout, EpisodeReward]],
     ) -> dict[str, list[tuple[Rollout, bool]]]:
-        """Returns the rewarded episodes of each question, each with whether it succeeded."""
+        """Returns by question the rewarded episodes, each with whether it succeeded: the list of a question without a
+        rewarded episode is empty."""
         outcomes: dict[str, list[tuple[Rollout, bool]]] = {id: [] for id in questions}
         for rollout, reward in rewarded:
             succeeded = outcome_share(reward, self.config.reward) >= self.config.rl.replay_min_outcome
-            outcomes[groups[rollout.group]].append((rollout, succeeded))
+            question = group_questions[rollout.group]
+            outcomes[question].append((rollout, succeeded))
         return outcomes
 
 
@@ -238,7 +247,10 @@ def build_guidance(
     ranks: Ranks,
     mean_entropies: Callable[[Batch], Tensor],
 ) -> Guidance | None:
-    """Returns the guidance of a run; None if its algorithm has neither traces nor a replay buffer."""
+    """Returns the guidance of a run; None if its algorithm has neither traces nor a replay buffer.
+
+    Only the first rank, which has the judge, rewards the traces.
+    """
     trace_rollouts: dict[str, Rollout] = {}
     if traces:
         trace_rollouts = ranks.from_first(lambda: usable_traces(traces, config, questions, layout=layout, judge=judge))

@@ -1,7 +1,7 @@
-"""Warns if the questions of RL are not of natural difficulty for the adapter to start from.
+"""Warns if most questions of RL are too easy or too hard to teach the adapter that RL starts from to search.
 
-The adapter answers the questions of its demonstrations from memory, and most questions that `collect` rejected are
-answered by no search: neither kind teaches the adapter to search.
+Too easy are the questions of its demonstrations, which the adapter answers from memory. Too hard are those for which
+`collect` could make no demonstration: no search answers most of them.
 """
 
 import sys
@@ -13,21 +13,21 @@ from r3lite.datasets.collected import rejected_ids
 from r3lite.settings import PpoConfig
 from r3lite.training.earlier_run import demonstrated, question_hash, result_of_run
 
-MOSTLY = 0.5  # share of the questions above which a warning is printed
+MOSTLY = 0.5  # if more than this share of the questions is too easy or too hard, a warning is printed
 REMEDY = "train on the rl.jsonl of `prepare --rl-size N`, or on one half of the questions and demonstrate the other"
 
 
 def warn_of_questions(config: PpoConfig, questions: Sequence[Question]) -> None:
-    """Warns of questions that the adapter has mostly learned, or that `collect` has mostly rejected."""
-    for message in (learned(config, questions), rejected(config, questions)):
+    """Prints a warning if the adapter learned most of the questions, and one if `collect` rejected most of them."""
+    for message in (learned_message(config, questions), rejected_message(config, questions)):
         if message:
             print(f"warning: {message}: {REMEDY}", file=sys.stderr)
 
 
-def learned(config: PpoConfig, questions: Sequence[Question]) -> str:
-    """Returns a message that most questions are those of the adapter's demonstrations, or "".
+def learned_message(config: PpoConfig, questions: Sequence[Question]) -> str:
+    """Returns a message if the adapter learned demonstrations of most of the questions, else "".
 
-    The message is also "" if the questions of the adapter are not known.
+    The message is also "" if it is not known what the adapter learned.
     """
     adapter = result_of_run(config.model.model, config.model.adapter)
     if adapter is None:
@@ -39,9 +39,12 @@ def learned(config: PpoConfig, questions: Sequence[Question]) -> str:
     return f"{adapter} has learned demonstrations of {count} of the {len(questions)} questions and may know the answers"
 
 
-def rejected(config: PpoConfig, questions: Sequence[Question]) -> str:
-    """Returns a message that --exclude leaves mostly questions that `collect` rejected when it wrote the files of
-    --exclude, or ""."""
+def rejected_message(config: PpoConfig, questions: Sequence[Question]) -> str:
+    """Returns a message if `collect` rejected most of the questions, else "".
+
+    If `collect` wrote the files of --exclude, they have the questions that it demonstrated, and files beside them the
+    ids of those that it rejected.
+    """
     ids: set[str] = set()
     for file in config.data.exclude or ():
         ids |= rejected_ids(Path(file))
@@ -52,7 +55,7 @@ def rejected(config: PpoConfig, questions: Sequence[Question]) -> str:
 
 
 def id_in_file(question: Question) -> str:
-    """Returns the id of a question in its file: without its source's name, if there are several (read_questions_of)."""
+    """Returns the id that a question has in its file: without the source's name, which `read_questions_of` adds."""
     if not question.source:
         return question.id
     return question.id.removeprefix(f"{question.source}/")

@@ -34,14 +34,14 @@ from r3lite.settings import PpoConfig
 
 @dataclass(frozen=True)
 class Round:
-    """The episodes of a round, in lists of equal length.
+    """The episodes of a round. `sequences`, `rewards` and `groups` have one entry for each episode.
 
     The new episodes of expansions and refills stand behind those that were sampled first.
     """
 
     sequences: list[Sequence]
-    rewards: list[EpisodeReward | None]  # None: the reward is missing
-    groups: list[int]  # numbers 0, 1, ...; a group has the episodes of one question
+    rewards: list[EpisodeReward | None]  # None: the reward is missing, see `rewards.reward.score`
+    groups: list[int]  # number of the group, from 0 without gaps; a group has the episodes of one question
     expansions: dict[int, Expansion] = field(default_factory=dict)  # by the index of the new episode
     learned_groups: set[int] | None = None  # the groups to learn from; None: all
     extra_metrics: dict[str, float] = field(default_factory=dict)  # metrics of the stages that made the round
@@ -66,7 +66,7 @@ class Round:
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     def signals(self) -> Signals:
-        """Returns the signals of each group's episodes, in the order of the groups' numbers."""
+        """Returns the signals of each group's episodes: those of group i at index i; None for a missing reward."""
         by_group: dict[int, list[float | None]] = {}
         for group, reward in zip(self.groups, self.rewards, strict=True):
             signal = None if reward is None else reward.signal
@@ -90,11 +90,14 @@ class Round:
         return near_misses
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns means over the episodes without the expansions, whose origins were selected by their rewards."""
-        unselected = [i for i in range(len(self.sequences)) if i not in self.expansions]
-        sequences = [self.sequences[i] for i in unselected]
-        rewards = [self.rewards[i] for i in unselected]
-        groups = [self.groups[i] for i in unselected]
+        """Returns the metrics of the round: means over its episodes, and `extra_metrics`.
+
+        Expansions are left out of the means. Their origins were selected by their rewards, which would bias the means.
+        """
+        indices = [i for i in range(len(self.sequences)) if i not in self.expansions]
+        sequences = [self.sequences[i] for i in indices]
+        rewards = [self.rewards[i] for i in indices]
+        groups = [self.groups[i] for i in indices]
         metrics = round_metrics(
             [sequence.episode() for sequence in sequences],
             rewards,
@@ -107,7 +110,7 @@ class Round:
     def records(self, number: int) -> list[dict]:
         """Returns the lines that round `number` adds to episodes.jsonl."""
         episodes = [sequence.episode() for sequence in self.sequences]
-        learned = None
+        learned = None  # all episodes are learned from
         if self.learned_groups is not None:
             learned = [group in self.learned_groups for group in self.groups]
         records = episode_records(number, episodes, self.rewards, learned=learned)
@@ -135,7 +138,7 @@ class Round:
         return rewarded
 
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
-        """Returns all episodes to learn from, as `rewarded_rollouts` does; behind them those that are off-policy."""
+        """Returns the sampled episodes to learn from, and behind them the off-policy episodes of the same groups."""
         rollouts = [rollout for rollout, _ in self.rewarded_rollouts(failed_below)]
         groups = {rollout.group for rollout in rollouts}
         off_policy = [rollout for rollout in self.off_policy if rollout.group in groups]
@@ -143,12 +146,12 @@ class Round:
 
 
 def sampled_turns(sequence: Sequence) -> list[list[int]]:
-    """Returns the sampled tokens of an episode, turn by turn: observations stand between turns."""
+    """Returns the sampled tokens of an episode, turn by turn: observations, which are no actions, divide the turns."""
     turns = []
     pairs = zip(sequence.tokens, sequence.action_mask, strict=True)
-    for is_action, run in groupby(pairs, key=lambda pair: pair[1]):
+    for is_action, stretch in groupby(pairs, key=lambda pair: pair[1]):
         if is_action:
-            turns.append([token for token, _ in run])
+            turns.append([token for token, _ in stretch])
     return turns
 
 
@@ -161,8 +164,8 @@ def to_rollout(
     """Returns an episode with the reward of each step at the step's last token."""
     token_rewards = []
     for step_end, step_reward in zip(sequence.step_ends, reward.by_step, strict=True):
-        # With --learn answer several last turns are sampled after the same earlier steps, which are no actions then and
-        # get no reward: see `Sequence.reopened`.
+        # With --learn answer only the last turn is sampled anew. The earlier steps, which several episodes then share,
+        # have no action tokens (`Sequence.reopened`) and get no reward.
         if sequence.action_mask[step_end]:
             token_rewards.append((step_end, step_reward))
     return Rollout(
@@ -203,13 +206,13 @@ class RolloutEngine(Protocol):
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples another end for each pair (finished sequence, number of its first steps that are kept)."""
+        """Samples another end for each of `starts`: (finished sequence, number of its first steps that are kept)."""
 
     def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
         """Ends a round, before it is learned from; returns metrics of its sampling."""
 
     def close(self) -> None:
-        """Ends everything that is under way."""
+        """Breaks off the requests to other machines that are under way, if any."""
 
 
 @dataclass
@@ -254,12 +257,12 @@ class RoundSampler:
     def run_stages(self, number: int, watch: Stopwatch) -> Round:
         """Runs the stages of round `number` one after the other, with the weights that the engine has."""
         rl = self.config.rl
-        # An entry for each episode: batch_size questions, each repeated num_generations times.
+        # Each has an entry for each episode: batch_size questions, each num_generations times in a row.
         questions, seeds = self.order.of_round(number, rl.batch_size)
         replayed_ids: list[str] = []
         if self.guidance:
             replayed_ids = self.guidance.replayed(number)
-            # Questions of the replay buffer take the place of some that were drawn.
+            # Questions of the replay buffer replace some of the drawn ones.
             questions = self.guidance.with_replayed(questions, replayed_ids)
         with watch.stage("rollout"):
             sequences = self.sample_episodes(self.engine.run, questions, seeds)
@@ -295,7 +298,7 @@ class RoundSampler:
         """Returns the episodes with their rewards; the weights of the rewards may depend on the round `number`."""
         settings = settings_of_round(self.config.reward, number)
         episodes = [sequence.episode() for sequence in sequences]
-        rewards = self.ranks.from_first(lambda: score_all(episodes, settings, self.judge, self.sources))
+        rewards = self.ranks.from_first(lambda: score_all(episodes, settings, self.judge, run_sources=self.sources))
         return Round(sequences, rewards, groups)
 
     def with_off_policy(
@@ -305,9 +308,12 @@ class RoundSampler:
         questions: list[Question],
         replayed_ids: list[str],
     ) -> Round:
-        """Returns the round with the off-policy episodes of its groups. `questions` are those of its episodes."""
+        """Returns the round with the off-policy episodes of its groups; adds its successes to the replay buffer.
+
+        `questions` has the question of each episode, num_generations times in a row that of one group.
+        """
         group_question_ids = [question.id for question in questions[:: self.config.rl.num_generations]]
-        off_policy, metrics = self.guidance.join(
+        off_policy, metrics = self.guidance.choose_and_store(
             number,
             group_question_ids,
             rewarded=this_round.rewarded_rollouts(),
@@ -316,13 +322,16 @@ class RoundSampler:
         return replace(this_round, off_policy=off_policy).with_metrics(metrics)
 
     def with_expansions(self, number: int, this_round: Round) -> Round:
-        """Returns the round with a second end for some failed episodes: grounded expansion (arXiv 2601.21699)."""
+        """Returns the round with a second end for some failed episodes: grounded expansion (arXiv 2601.21699).
+
+        A new episode begins with the first steps of a failed one, its origin, and belongs to the same group.
+        """
         varied_groups = groups_with_variance(this_round.signals())
         expansions = choose_expansions(this_round.near_misses(), varied_groups)[: self.config.rl.expand_limit]
         starts = []
         seeds = []
         groups = []
-        copied_tokens = 0  # action tokens of the origins that the new episodes begin with
+        copied_tokens = 0  # action tokens that the new episodes share with their origins
         for expansion in expansions:
             origin = this_round.sequences[expansion.origin]
             starts.append((origin, expansion.steps))
@@ -343,9 +352,8 @@ class RoundSampler:
             "expand/zero_std_before": _share_without_variance(this_round.signals()),
             "expand/zero_std_after": _share_without_variance(appended.signals()),
         }
-        first_index = len(this_round.sequences)
-        by_index = {first_index + i: expansion for i, expansion in enumerate(expansions)}
-        return replace(appended, expansions=by_index).with_metrics(metrics)
+        expansions_by_index = dict(enumerate(expansions, start=len(this_round.sequences)))
+        return replace(appended, expansions=expansions_by_index).with_metrics(metrics)
 
     def refilled(self, number: int, this_round: Round) -> Round:
         """Returns the round with further groups in place of those without variance, which are not learned from.
@@ -383,10 +391,10 @@ def sample_on_ranks(
     seeds: list[str],
     retrieve: Retrieve,
 ) -> list[Sequence]:
-    """Returns the sequences of `sample(starts, seeds, retrieve)`: each rank samples a part, and all get all of them.
+    """Returns the sequences of `sample(starts, seeds, retrieve)`: each rank samples a part, and every rank gets all.
 
-    `sample` is a method of the engine: `run`, `continue_from` or, of an engine in this process, `end_again`. `starts`
-    are its first argument: for `run` they are questions.
+    `sample` is a method of the engine: `run`, `continue_from` or, if the engine is in this process, `end_again`.
+    `starts` is its first argument: questions for `run`.
     """
     if not seeds:
         return []
@@ -394,7 +402,7 @@ def sample_on_ranks(
     stop = len(seeds) * (ranks.rank + 1) // ranks.size
     rank_starts = starts[first:stop]
     rank_seeds = seeds[first:stop]
-    # "sample" is the phase: if memory runs out in it, fewer episodes are sampled at a time.
+    # If memory runs out in the phase "sample", fewer episodes are sampled at a time.
     rank_sequences = engine.grant.run_within_memory("sample", sample, rank_starts, rank_seeds, retrieve)
     return [sequence for sequences in ranks.gather(rank_sequences) for sequence in sequences]
 

@@ -1,4 +1,4 @@
-"""Builds the parts of a run of RL: engine, learner, state of checkpoints and memory plan; warns if it cannot learn.
+"""Builds the parts of a run of RL: engine, learner, state of checkpoints, memory plan. Warns if the run cannot learn.
 
 `assembly/reinforcement.py` and the benches call it.
 """
@@ -51,7 +51,7 @@ from r3lite.training.kl_budget import KlBudget
 from r3lite.training.state import Stateful, TrainState
 from r3lite.training.watches import Numbers, watched
 
-FEW_MIXED = 0.1  # share of groups that mix right and wrong answers, below which a run learns little from answers
+FEW_MIXED = 0.1  # if fewer groups than this share mix right and wrong answers, a run learns little from its answers
 
 
 def build_learning(
@@ -66,16 +66,17 @@ def build_learning(
     """Returns the engine that samples, the learner, and the state that checkpoints hold, with `parts` in it.
 
     Engine and learner share one model, with the policy's adapter and the reference's. `held_out` (the questions of
-    validations) and `traces` (a teacher's) are part of the data's fingerprint.
+    validations) and `traces` (episodes of a teacher) are part of the data's fingerprint.
     """
     rl = config.rl
-    protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
-    warn_of_start(result_of_run(config.model.model, config.model.adapter))
+    # Prompt files are read first, so that a bad one is refused before a model is downloaded.
+    protocols = protocols_of(config.protocol, config.mixture)
+    warn_of_little_sft(result_of_run(config.model.model, config.model.adapter))
     warn_of_other_format(config.model.adapter, config)
     folder = resolve_folder(config.model.model)
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     layouts = {name: Layout(tokenizer, protocol, config.lengths) for name, protocol in protocols.items()}
-    plan = plan_memory(config, shared=shared_by_prompts(questions, layouts), questions=len(questions))
+    plan = plan_memory(config, shared=common_prompt_tokens(questions, layouts), questions=len(questions))
     algorithm = ALGORITHMS[rl.algorithm](rl, limits_of(config.lengths, protocols))
     training = Training(
         lora=config.lora,
@@ -88,9 +89,9 @@ def build_learning(
     )
     policy = load_policy(folder, config.model, memory=config.memory, plan=plan, training=training)
     policy.model.eval()  # no dropout: ratios and KL compare the policy that samples with the policy that is trained
-    controllers: dict[str, Stateful] = {}
+    controllers: dict[str, Stateful] = {}  # further parts of checkpoints
     if rl.kl_target:
-        controllers["kl"] = algorithm.kl
+        controllers["kl"] = algorithm.kl_multiplier
     budget = build_kl_budget(config, config.rounds(len(questions)), policy)
     if budget:
         controllers["kl_budget"] = budget
@@ -98,7 +99,7 @@ def build_learning(
     state = policy.train_state(
         config.optimizer,
         config.model.model,
-        data=teacher.identity(rl) + data_fingerprint(questions, held_out, traces),
+        data=teacher.identity(rl) + data_fingerprint(questions, held_out, traces),  # two texts, of which one may be ""
         inputs=inputs,
         facts={"algorithm": rl.algorithm, "questions": len(questions)},
         **controllers,
@@ -106,7 +107,7 @@ def build_learning(
     )
     engine = Engine(
         policy.model,
-        layout=layouts[""],
+        layout=layouts[""],  # that of --format
         sampler=Sampler(config.sampling.temperature),
         grant=policy.grant,
         value_head=policy.critic,
@@ -138,8 +139,10 @@ def data_fingerprint(
     traces: Sequence[Trajectory],
 ) -> str:
     """Returns a checksum of the data that a run reads, in hexadecimal digits."""
-    texts = [(q.id, q.text, q.answers, *q.earlier) for q in [*questions, *held_out]]
-    checksum = zlib.crc32(repr([*texts, *traces]).encode())
+    records: list = []
+    for question in [*questions, *held_out]:
+        records.append((question.id, question.text, question.answers, *question.earlier))
+    checksum = zlib.crc32(repr([*records, *traces]).encode())
     return f"{checksum:08x}"
 
 
@@ -148,27 +151,27 @@ def build_kl_budget(config: PpoConfig, rounds: int, policy: Policy) -> KlBudget 
     if config.rl.kl_budget is None:
         return None
     optimizer = config.optimizer
-    rates = []
+    rate_shares = []  # the scheduled learning rates of all rounds, as shares of the peak
     for number in range(1, rounds + 1):
-        rate = optim.rate_share(
+        rate_share = optim.rate_share(
             number,
             rounds,
             warmup=optimizer.warmup,
             floor=optimizer.min_learning_rate,
             schedule=optimizer.learning_rate_schedule,
         )
-        rates.append(rate)
-    return KlBudget(config.rl.kl_budget, rates, policy.optimizer, precision=policy.precision)
+        rate_shares.append(rate_share)
+    return KlBudget(config.rl.kl_budget, rate_shares, policy.optimizer, precision=policy.precision)
 
 
-def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
-    """Returns the length in tokens of the common prefix of all prompts.
+def common_prompt_tokens(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
+    """Returns with how many equal tokens all prompts of a run begin, as `common_prefix` counts them.
 
-    It is that of the first and the last prompt in the order of their token ids, because all other prompts begin with
-    what these two have in common. Without sources they are the prompts of the first and the last question by its text.
+    If prompts are sorted by their token ids, all begin with what the first and the last have in common. With sources
+    all prompts are encoded for this, since they may be conversations of any length. Without sources two are enough:
+    those of the first and the last question, if the questions are sorted by their texts.
 
-    Raises R3LiteError if one of the prompts that are encoded for this leaves no room for an answer. With sources all
-    prompts are encoded, since they may be conversations of any length; else those of two questions.
+    Raises R3LiteError if one of the encoded prompts leaves no room for an answer.
     """
     if not any(question.source for question in questions):
         first_question = min(questions, key=lambda question: question.text)
@@ -184,47 +187,58 @@ def shared_by_prompts(questions: Sequence[Question], layouts: Mapping[str, Layou
     return common_prefix(first, last)
 
 
-def rehearse(learner: Learner, teach: Callable[[list[Rollout], dict[int, str]], Batch] | None) -> None:
-    """Runs the update of the largest micro-batch, without its optimizer step.
+def rehearse(
+    learner: Learner,
+    make_taught_batch: Callable[[list[Rollout], dict[int, str]], Batch] | None,
+) -> None:
+    """Tries out whether memory suffices for an update on the largest micro-batch, without its optimizer step.
 
-    With a teacher, also runs its pass over failed copies of the episodes, and their update. The episodes are made up.
-    They have the largest length, the common prefix of all prompts, and the most action tokens of an episode.
+    The episodes are made up. They have the largest length, the common prefix of all prompts, and the most action tokens
+    of an episode. `make_taught_batch` runs a teacher's pass over failed episodes (see `TeacherInTurns.batch`); with a
+    teacher, failed copies of the episodes are added. None: no teacher runs a model.
     """
     longest = _longest_rollouts(learner)
-    first_micro_batch = learner.micro_batches(Batch.of(longest))[:1]  # a rank may have none
-    first_micro_batches = chain.from_iterable(learner.ranks.gather(first_micro_batch))  # of all ranks: lists of rows
-    rollouts = [longest[row] for row in sorted(chain.from_iterable(first_micro_batches))]
-    if teach:  # a teacher scores failed episodes, which have another loss
+    # Of each rank its first micro-batch, a list of row numbers; a rank without rows has none.
+    rank_micro_batches = learner.micro_batches(Batch.of(longest))[:1]
+    micro_batches = chain.from_iterable(learner.ranks.gather(rank_micro_batches))
+    rollouts = [longest[row] for row in sorted(chain.from_iterable(micro_batches))]
+    if make_taught_batch:
         rollouts += [replace(rollout, failed=True) for rollout in rollouts]
     rehearsing = replace(
         learner,
         settings=replace(learner.settings, update_epochs=1, mini_batch_size=len(rollouts)),
-        algorithm=copy.deepcopy(learner.algorithm),
-        optimizer_step=lambda: (0.0, False),
+        algorithm=copy.deepcopy(learner.algorithm),  # whose state, such as a KL controller's, must not change
+        optimizer_step=lambda: (0.0, False),  # the norm of the gradients, and whether the step was skipped
         budget=None,
     )
     with learner.grant.rehearsal():
-        batch = teach(rollouts, {}) if teach else Batch.of(rollouts)
-        rehearsing.learn(batch, "rehearsal")
+        if make_taught_batch:
+            batch = make_taught_batch(rollouts, {})
+        else:
+            batch = Batch.of(rollouts)
+        rehearsing.learn(batch, seed="rehearsal")
 
 
 def _longest_rollouts(learner: Learner) -> list[Rollout]:
     """Returns the longest episodes that a round may have, of made-up tokens that differ after their common prefix."""
     workload = learner.grant.plan.workload
-    action_tokens = int(workload.writes)
+    action_tokens = int(workload.writes)  # of each episode
     action_mask = [False] * (workload.row_tokens - action_tokens) + [True] * action_tokens
     different_tokens = workload.row_tokens - workload.shared
     rollouts = []
     for i in range(workload.step_rows):
-        token = 1 + i % (learner.vocabulary - 1)
+        token = 1 + i % (learner.vocabulary - 1)  # not 0, the token of the common prefix
         tokens = [0] * workload.shared + [token] * different_tokens
         record = TokenRecord(tokens=tokens, action_mask=action_mask)
         rollouts.append(Rollout.with_final_reward(record, reward=0.0, group=0))
     return rollouts
 
 
-def warn_of_start(adapter: str | None) -> None:
-    """Warns if the model to start from has not or hardly been trained on the step format: RL then tends to collapse."""
+def warn_of_little_sft(adapter: str | None) -> None:
+    """Warns if the model to start from had no SFT on the step format, or hardly any: RL then tends to collapse.
+
+    `adapter` may also be the model of a run of `sft --no-lora`; None: neither is given.
+    """
     if adapter is None:
         message = "without --adapter, RL starts from a model that is not trained on the step format"
         print(f"warning: {message}", file=sys.stderr)
@@ -245,9 +259,9 @@ def warn_of_no_reward(config: PpoConfig, rounds: Sequence[Numbers]) -> None:
 
 
 def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
-    """Returns what the end of a run says before the name of its adapter, by the records of all rounds.
+    """Returns the words before the adapter's folder in the last message of a run, from the records of all rounds.
 
-    That is "done", or why there was nothing to learn from.
+    They are "done", or the reason why there was nothing to learn from.
     """
     rounds = [watched(record) for record in records if "reward" in record]
     message = no_reward(config, rounds, "all ")
@@ -256,19 +270,24 @@ def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
     return f"the rewards gave no training signal: {message}\nadapter, which has learned nothing from its answers"
 
 
-def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
-    """Returns why the rewards of rounds give nothing to learn from, or ""; `which` is "all " or "the first "."""
+def no_reward(config: PpoConfig, rounds: Sequence[Numbers], quantifier: str) -> str:
+    """Returns why the rewards of rounds give nothing to learn from, or "".
+
+    `quantifier` stands before the number of rounds: "all " or "the first ".
+    """
     if not rounds:
         return ""
-    period = rounds_in_words(rounds, which)
+    period = rounds_in_words(rounds, quantifier)
     pays_answers = highest_outcome(config.reward) > 0
     if pays_answers and all(numbers["outcome"] == 0 for numbers in rounds):
-        lost = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
+        # The watched quantity "malformed" counts episodes that are cut off, too.
+        lost_share = sum(numbers["malformed"] for numbers in rounds) / len(rounds)
         return (
-            f"no answer in {period} was rewarded, and {lost:.0%} of the episodes are malformed or cut off. Malformed: "
-            f"{remedy_of_format(config.model)}. Cut off: raise --max-new-tokens or --max-length. Wrong answers: check "
-            "whether the retriever finds them"
+            f"no answer in {period} was rewarded, and {lost_share:.0%} of the episodes are malformed or cut off. "
+            f"Malformed: {remedy_of_format(config.model)}. Cut off: raise --max-new-tokens or --max-length. Wrong "
+            "answers: check whether the retriever finds them"
         )
+    # The watched quantity "variance" is the share of the groups without variance.
     if ALGORITHMS[config.rl.algorithm].has_groups and all(numbers["variance"] == 1 for numbers in rounds):
         rewarded = "answers" if pays_answers else "episodes"
         return (
@@ -279,7 +298,7 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], which: str) -> str:
 
 
 def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
-    """Returns a message that hardly any group of the first rounds mixes right and wrong answers, or ""."""
+    """Returns a message if hardly any group of the first rounds mixes right and wrong answers, else ""."""
     if not highest_outcome(config.reward) or not ALGORITHMS[config.rl.algorithm].has_groups:
         return ""
     shares = [numbers["mixed"] for numbers in rounds if numbers.get("mixed") is not None]
@@ -293,36 +312,41 @@ def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
 
 
 def remedy_of_few_mixed(config: PpoConfig) -> str:
-    """Returns how more groups may mix right and wrong answers, without --refill-limit where a run refuses it."""
+    """Returns what a user can do so that more groups mix right and wrong answers.
+
+    Leaves out --refill-limit if a run with these settings would refuse it.
+    """
     refills = ""
     if "refill_limit" in ALGORITHMS[config.rl.algorithm].own_settings and config.rl.learn == "episode":
         refills = "pass --refill-limit, "
     return f"Raise --num-generations or --temperature, {refills}or train on questions of other difficulty"
 
 
-def rounds_in_words(rounds: Sequence[Numbers], which: str) -> str:
-    """Returns words such as "the first 2 rounds"; `which` as in `no_reward`."""
+def rounds_in_words(rounds: Sequence[Numbers], quantifier: str) -> str:
+    """Returns words such as "the first 2 rounds"; `quantifier` as in `no_reward`."""
     if len(rounds) == 1:
         return "the first round"
-    return f"{which}{len(rounds)} rounds"
+    return f"{quantifier}{len(rounds)} rounds"
 
 
 def limits_of(lengths: LengthSettings, protocols: Mapping[str, Protocol]) -> LengthSettings:
-    """Returns the limits of episodes of these protocols: there are no retrievals if none of them can search."""
+    """Returns the limits of episodes of these protocols: with no retrievals if no protocol can search."""
     if any(protocol.can_search for protocol in protocols.values()):
         return lengths
     return replace(lengths, max_hops=0)
 
 
 def plan_memory(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Plan:
-    """Returns the memory plan of a round whose episodes all reach --max-length, and begin with `shared` equal
-    tokens."""
+    """Returns the memory plan of a round whose episodes all reach --max-length and begin with `shared` equal tokens.
+
+    `questions` is the number of the run's questions; None: not known.
+    """
     workload = round_workload(config, shared, questions)
     return make_plan(workload, config.memory, config.sampling)
 
 
 def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = None) -> Workload:
-    """Returns the work of a round as in `plan_memory`; `questions` is the number of the run's questions, if known."""
+    """Returns the work of a round; the arguments are those of `plan_memory`."""
     algorithm = ALGORITHMS[config.rl.algorithm](config.rl, config.lengths)
     return rl_workload(
         config,

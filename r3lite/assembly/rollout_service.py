@@ -37,7 +37,7 @@ from r3lite.settings import NewQuestionSettings, PpoConfig, RolloutWorkerConfig
 LARGEST = 900 << 20  # bytes of a request, mostly an adapter
 AT_ONCE = 64  # episodes sampled at a time, if the memory suffices and --rollout-batch-size is not set
 EXAMPLE = "Who wrote it, and when?"
-# Settings that may differ between trainer and worker: places on their disks, and how much each of them keeps and asks.
+# Settings that may differ between trainer and worker: paths on their disks, and their own limits.
 LOCAL_SETTINGS = (
     "init_prompt",
     "step_prompt",
@@ -59,7 +59,7 @@ def facts_of(
 ) -> dict[str, str]:
     """Returns the facts that a trainer and its workers must have in common, by the names that an error gives them.
 
-    Of the paths of a retriever, an encoder and a format only the last part counts: folders differ between machines.
+    If a retriever, an encoder or a format is a path, only its last part counts: folders differ between machines.
     """
     prompts = [(name, layout.protocol, layout.prompt(EXAMPLE)) for name, layout in sorted(layouts.items())]
     facts = {
@@ -96,7 +96,7 @@ def _passages_fingerprint(setup: Setup) -> str | bool:
 
 @dataclass(frozen=True)
 class WatchfulSampler(Sampler):
-    """Samples as long as the client is there: raises Disconnected at the next token after it has left."""
+    """Samples as long as the client is connected: raises Disconnected at the first token after it has left."""
 
     peer: Peer = field(kw_only=True)
 
@@ -110,7 +110,7 @@ class RolloutService:
     """Samples with one adapter at a time, one request at a time."""
 
     largest = LARGEST
-    raw = ("/adapter/",)
+    raw = ("/adapter/",)  # requests to these paths are bytes, not JSON
 
     def __init__(
         self,
@@ -143,7 +143,10 @@ class RolloutService:
         raise UnknownPath(path)
 
     def _receive(self, adapter: AdapterFiles, version: str) -> dict:
-        """Switches an adapter on, unless it is of another base, or its hash is not the `version` that was sent."""
+        """Loads an adapter and samples with it from now on.
+
+        Raises R3LiteError if its hash is not the `version` that was sent, or if it was trained on another base.
+        """
         if adapter.version != version:
             raise R3LiteError(
                 f"the adapter was damaged in transfer: its hash is {adapter.version}, not {shown(version)}",
@@ -154,7 +157,7 @@ class RolloutService:
         return {"adapter": self.version}
 
     def _switch_to(self, adapter: AdapterFiles) -> None:
-        """Loads an adapter in place of the one before; raises R3LiteError if it is of another base."""
+        """Loads an adapter in place of the one before; raises R3LiteError if it was trained on another base."""
         model = self.engine.model
         with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
             adapter.write(Path(folder))
@@ -169,7 +172,7 @@ class RolloutService:
         self.version = adapter.version
 
     def _sample(self, request: Record, peer: Peer) -> dict:
-        """Returns the episodes of a request; only `differs` if its trainer has other facts or another adapter."""
+        """Returns the episodes of a request; `differs` instead if its trainer has other facts or another adapter."""
         requested = (request.text("identity"), request.text("adapter"))
         if requested != (identity_of(self.facts), self.version):
             return {"differs": True}
@@ -201,8 +204,8 @@ def build_service(config: RolloutWorkerConfig, token: str | None = None) -> Roll
     searching = [question for question in questions if protocols[question.source].can_search]
     setup = Setup(
         config.retrieval,
-        searching or questions,
-        config.common.seed,
+        questions=searching or questions,
+        seed=config.common.seed,
         skip_bad_rows=data.skip_bad_rows,
     )
     retrieve = build_retriever(setup)

@@ -22,10 +22,10 @@ from r3lite.evaluation.scores import Marks
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import QuickstartConfig
 
-# The cold start's teacher is hasty: half of its trajectories leave out the last hop, so that there is something left
-# for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions.
+# The trajectories for SFT are those of a hasty teacher: some answer one hop too early, so that there is something left
+# for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions right.
 TRAJECTORIES = 300
-HURRIED = 0.5
+HURRIED = 0.5  # the share of the trajectories that answer too early
 # What --quick adds to the arguments of each stage.
 QUICK_ARGUMENTS = {
     "collect": ["--limit", "40"],
@@ -33,17 +33,19 @@ QUICK_ARGUMENTS = {
     "ppo": ["--max-steps", "2"],
     "evaluate": ["--limit", "16"],
 }
-# The preset's opening prompt, in words that the tiny model knows. With another format than the preset's it has to be
-# named.
+# The initial prompt of the preset, in words that the tiny model knows. With a format other than the preset's, it has to
+# be passed as a flag.
 INIT_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
-# What formats other than the preset's add to the arguments. In `dag`, a plan of four searches is longer than the
-# preset's turns, and harder to learn: after the preset's 100 steps few questions are answered right.
+# What formats other than the preset's add to the arguments. In the format `dag` a turn plans up to four searches. It is
+# longer than the preset allows, and harder to learn: after the preset's 100 steps of SFT few questions are answered
+# right.
 LENGTHS_OF_FORMAT = {"dag": ["--max-new-tokens", "128"]}
 SFT_STEPS_OF_FORMAT = {"dag": ["--max-steps", "250"]}
-# The base was trained on r3's words alone: it stays unsure of the tokens of other formats, and would stumble over them.
+# The tiny model was pretrained on the words of the format r3 only, and stays unsure of the tokens of other formats. At
+# a higher temperature it would often sample a wrong one.
 SAMPLING_OF_OTHER_FORMATS = ["--temperature", "0.5"]
-SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")  # of `quickstart.json`
-# The columns of the table, and what is printed of each evaluation.
+SCORES = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")  # what `quickstart.json` has
+# The columns of the table, and the scores that are printed after each evaluation: their titles by their names.
 SHOWN = {"em": "EM", "f1": "F1", "format_adherence": "format", "retrieval_recall": "recall"}
 
 
@@ -52,8 +54,8 @@ class Stage:
     """One evaluated model: what it scored on the test questions."""
 
     name: str
-    folder: Path
-    minutes: float
+    folder: Path  # of its evaluation
+    minutes: float  # of its training
 
     @property
     def scores(self) -> dict:
@@ -61,12 +63,13 @@ class Stage:
         return read_record(self.folder / run_files.SCORES, "").values
 
     def summary(self) -> str:
-        """Returns the scores in a line, and how the first question was answered, in a line for each step."""
+        """Returns a line with the scores, and a line for each step in which the first question was answered."""
         scores = self.scores
         values = ", ".join(f"{title} {scores[name]['value'] or 0.0:.3f}" for name, title in SHOWN.items())
         sample = next(read_jsonl(self.folder / run_files.PREDICTIONS)).values
         lines = [f"{values} ({scores['n']} questions)", f"a question: {sample['question']}"]
         for number, step in enumerate(sample["steps"], 1):
+            # A step with several searches has a list of them; one with a single search has its query itself.
             for search in step.get("searches", [step]):
                 if "query" in search:
                     lines.append(f"  {number} searches for: {search['query']}")
@@ -87,7 +90,7 @@ class Stage:
 
 
 def teacher_scores(trajectories: Path) -> dict:
-    """Returns how often the teacher of the cold start, which SFT imitates, answers right."""
+    """Returns the scores of the trajectories that SFT imitates, for `quickstart.json`."""
     em_scores = []
     f1_scores = []
     for row in read_jsonl(trajectories):
@@ -108,9 +111,9 @@ def run_stage(
 ) -> float:
     """Runs one command and prints its arguments; returns the minutes that it took.
 
-    An interrupted training prints how to continue it. This function then adds how to score it: `evaluation` has the
-    arguments of `evaluate` for that. The some thirty lines of scores that `evaluate` prints are left out:
-    `Stage.summary` has the scores that matter here.
+    An interrupted training prints the command that continues it. This function then prints the command that scores the
+    result: `evaluate` with the arguments `evaluation`. The long table that `evaluate` prints is left out, because
+    `Stage.summary` has the scores that matter here. Raises R3LiteError if the command fails.
     """
     print(f"\n== {title}\n$ {shlex.join(['python', '-m', f'r3lite.{name}', *arguments])}", flush=True)
     start = time.monotonic()
@@ -126,9 +129,9 @@ def run_stage(
 
 
 def output_of(config: QuickstartConfig) -> Path:
-    """Returns the folder of the run; raises R3LiteError unless it is empty or new.
+    """Returns the folder of the run; raises R3LiteError unless it is empty or does not exist.
 
-    SFT and RL refuse a folder in use, too, but only after the stages before them.
+    SFT and RL would refuse a folder in use, too, but only after the stages before them have run.
     """
     out = Path(config.common.output or time.strftime("runs/quickstart-%Y%m%d-%H%M%S"))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -139,21 +142,21 @@ def output_of(config: QuickstartConfig) -> Path:
 
 
 def format_arguments(format: str) -> list[str]:
-    """Returns the arguments of a command that reads texts of a format."""
+    """Returns the arguments that choose a format, which is that of the preset or another one."""
     if format == "r3":
         return []  # the preset has this format
     return ["--format", format, *INIT_PROMPT]
 
 
 def retrieval_arguments(format: str, out: Path) -> list[str]:
-    """Returns the arguments of a command that retrieves for a format."""
+    """Returns the arguments that choose a format and its retriever: none for `solution`, which does not search."""
     if format == "solution":
         return [*format_arguments(format), "--retriever", "none"]
     return [*format_arguments(format), "--index", str(out / "index")]
 
 
 def sampling_arguments(format: str, out: Path) -> list[str]:
-    """Returns the arguments of a command that samples episodes of a format."""
+    """Returns the arguments that choose a format, its retriever and the lengths of its episodes."""
     return [*retrieval_arguments(format, out), *LENGTHS_OF_FORMAT.get(format, [])]
 
 
@@ -194,25 +197,28 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     shared = [*preset, "--seed", str(config.common.seed)]
     sampling = sampling_arguments(format, out)
     print(introduction(config, out), flush=True)
-    quick = QUICK_ARGUMENTS if config.quickstart.quick else {name: [] for name in QUICK_ARGUMENTS}
+    quick_arguments: dict[str, list[str]] = {name: [] for name in QUICK_ARGUMENTS}
+    if config.quickstart.quick:
+        quick_arguments = QUICK_ARGUMENTS
 
     def evaluate(name: str, adapter: Path | None, minutes: float) -> Stage:
-        which = "untrained" if adapter is None else name
-        title = f"evaluate the {which} model on questions about new entities"
+        model_name = "untrained" if adapter is None else name
+        title = f"evaluate the {model_name} model on questions about new entities"
         arguments = evaluation_arguments(config, out, name=name, adapter=adapter)
         run_stage(title, commands=commands, name="evaluate", arguments=arguments)
         stage = Stage(name, folder_of_scores(out, name), minutes)
         print(stage.summary(), flush=True)
         return stage
 
-    def collect(title: str, trajectories: Path, *hurried: str) -> None:
+    def collect(title: str, trajectories: Path, *more_arguments: str) -> None:
         arguments = [*shared, "--data", str(world / "train.jsonl"), *retrieval_arguments(format, out)]
-        arguments += ["--output", str(trajectories), "--limit", str(TRAJECTORIES), *hurried, *quick["collect"]]
+        arguments += ["--output", str(trajectories), "--limit", str(TRAJECTORIES), *more_arguments]
+        arguments += quick_arguments["collect"]
         run_stage(title, commands=commands, name="collect", arguments=arguments)
 
     def train(title: str, trajectories: Path, adapter: Path, name: str) -> float:
         arguments = [*shared, *format_arguments(format), "--data", str(trajectories), "--output", str(adapter)]
-        arguments += [*SFT_STEPS_OF_FORMAT.get(format, []), *quick["sft"]]
+        arguments += [*SFT_STEPS_OF_FORMAT.get(format, []), *quick_arguments["sft"]]
         evaluation = evaluation_arguments(config, out, name=name, adapter=adapter)
         return run_stage(title, commands=commands, name="sft", arguments=arguments, evaluation=evaluation)
 
@@ -232,7 +238,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     stages.append(evaluate("SFT", out / "sft", minutes))
     arguments = [*shared, "--algorithm", algorithm, "--adapter", str(out / "sft")]
     arguments += ["--data", str(world / "train.jsonl")]
-    if ALGORITHMS[algorithm].has_traces:  # hasty ones have too small a reward, and are left out
+    if ALGORITHMS[algorithm].has_traces:  # RL leaves out the hasty traces, whose reward is too small
         # Only the first TRAJECTORIES questions may have a trace.
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]
     arguments += [*sampling, "--output", str(out / algorithm)]
@@ -241,7 +247,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         collect("collect correct trajectories for a teacher", flawless)
         train("SFT of the teacher, a second adapter", flawless, adapter=out / "teacher", name="teacher")
         arguments += ["--teacher", "tiny", "--teacher-adapter", str(out / "teacher"), "--teacher-quantize", "none"]
-    arguments += quick["ppo"]
+    arguments += quick_arguments["ppo"]
     if format != "r3":
         arguments += SAMPLING_OF_OTHER_FORMATS
     minutes = run_stage(
@@ -254,7 +260,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     stages.append(evaluate(algorithm.upper(), out / algorithm, minutes))
     report(
         stages,
-        taught_by=teacher_scores(trajectories),
+        teacher=teacher_scores(trajectories),
         out=out,
         minutes=(time.monotonic() - start) / 60,
         config=config,
@@ -262,14 +268,17 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     print_what_next(out, config)
 
 
-def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, config: QuickstartConfig) -> None:
-    """Prints the table, and what RL changed with its paired interval; `quickstart.json` has the same."""
+def report(stages: list[Stage], teacher: dict, out: Path, minutes: float, config: QuickstartConfig) -> None:
+    """Prints the table of the stages and how much RL changed exact match; writes the same to `quickstart.json`.
+
+    `teacher` has the scores of the trajectories (`teacher_scores`), `minutes` is the time of all stages.
+    """
     n = stages[0].scores["n"]
     width = max(len(name) for name in ("teacher", *(stage.name for stage in stages)))
     columns = "".join(f"{title:>10}" for title in (*SHOWN.values(), "minutes"))
     print(f"\n== {n} test questions, greedy, real retrieval\n{'stage':<{width}}{columns}")
-    about = f"   the {taught_by['n']} trajectories for SFT; deliberately hasty"
-    print(f"{'teacher':<{width}}{taught_by['em']:>10.3f}{taught_by['f1']:>10.3f}{about}")
+    about = f"   the {teacher['n']} trajectories for SFT; deliberately hasty"
+    print(f"{'teacher':<{width}}{teacher['em']:>10.3f}{teacher['f1']:>10.3f}{about}")
     rows = []
     for stage in stages:
         values = {score: stage.scores[score]["value"] for score in SCORES}
@@ -280,12 +289,13 @@ def report(stages: list[Stage], taught_by: dict, out: Path, minutes: float, conf
     print(f"{minutes:.1f} minutes in total")
     if config.quickstart.quick:
         print("--quick only shows that everything runs; without it, the model learns")
-    record = {"teacher": taught_by, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
+    record = {"teacher": teacher, "stages": rows, "em_gain": gain, "minutes": round(minutes, 2)}
     write_json(out / "quickstart.json", record)
 
 
 def print_gain(sft: Stage, rl: Stage, seed: int) -> dict:
-    """Prints and returns the difference of exact match, with its interval and p."""
+    """Prints and returns how much exact match changed from SFT to RL, with the 95 % interval and the p of a paired
+    bootstrap."""
     em = compare(sft.marks, rl.marks, seed=seed)["em"]
     gain = {"value": em["difference"], "low": em["low"], "high": em["high"], "p": em["p"]}
     interval = f"95 % interval {gain['low']:+.3f} to {gain['high']:+.3f}, p {gain['p']:.4f}, paired bootstrap"

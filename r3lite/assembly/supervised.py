@@ -16,7 +16,7 @@ from r3lite.assembly.policy import Policy, Training, load_policy
 from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import NO_SPANS, build_spans
 from r3lite.datasets.order import rows_of_step
-from r3lite.datasets.sources import Rows, build_mixture, encode_fitting, encode_rows_of, read_data
+from r3lite.datasets.sources import ExamplesBySource, build_mixture, encode_fitting, encode_rows_of, read_data
 from r3lite.datasets.trajectories import Row, Trajectory, fingerprint, lengths_of
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import make_plan
@@ -47,7 +47,8 @@ class SFTTrainer:
         self.vocabulary = vocabulary
         self.rows = rows
         self.held_out = held_out
-        # `row_limit`: number of rows after which the run ends; None: it ends after `total` steps.
+        # `total`: optimizer steps of the run. `row_limit`: the number of rows after which it ends, or None if only
+        # `total` ends it.
         self.total, self.row_limit = config.steps_and_row_limit(len(rows))
         self.ranks = policy.ranks
         self.spans = build_spans(config.tracking.track_spans) if policy.ranks.first else NO_SPANS
@@ -64,12 +65,12 @@ class SFTTrainer:
                 "trainable_parameters": count_parameters(policy),
             },
         )
-        self.last_micro_batch: list[Row] = []
+        self.last_micro_batch: list[Row] = []  # for `explain_overflow`
 
     def step(self, number: int) -> tuple[dict, int]:
         """Takes one optimizer step and returns its metrics and its number of tokens.
 
-        The loss is the mean over all trained tokens of the step's rows, however these are divided into micro-batches
+        The loss is the mean over all trained tokens of the step's rows, however the rows are divided into micro-batches
         and among ranks.
         """
         rows_per_step = self.config.rows_per_step
@@ -84,14 +85,14 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            # The adapter does not change before the update, so it is cast to the dtype of the passes only once. The
-            # grant has the memory figures of the run: if memory runs out, it drops all gradients, and calls
-            # `add_gradients` again with smaller figures. "update" is the phase of the memory plan.
+            # The adapter does not change before the update, so all passes of the step share one copy of it in their
+            # dtype (`cast_once`). If memory runs out, `run_within_memory` drops the gradients and calls `add_gradients`
+            # again with smaller memory figures. "update" is the phase: passes over whole rows, in contrast to "sample".
             with cast_once(self.policy.model, self.policy.precision.dtype):
-                rank_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
-            norm, _ = self.state.update()  # waits for the device: only now `rank_parts` can be read
-        parts_of_loss = sum_by_name(self.ranks.gather(rank_parts))
-        record = means_by_source("loss", parts_of_loss, count_loss_tokens(rows))
+                rank_loss_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
+            norm, _ = self.state.update()  # waits for the device, so that `rank_loss_parts` can be read
+        loss_parts = sum_by_name(self.ranks.gather(rank_loss_parts))
+        record = means_by_source("loss", loss_parts, count_loss_tokens(rows))
         record["grad_norm"] = norm
         record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
         if self.held_out and (number % self.config.sft.validate_every == 0 or number == self.total):
@@ -100,10 +101,11 @@ class SFTTrainer:
         return with_perplexity(record), count_tokens(rows)
 
     def rehearse(self) -> None:
-        """Runs the forward and backward passes of a step of the run's longest rows, and drops the gradients.
+        """Tries out whether memory suffices for a step of the run's longest rows, and drops the gradients.
 
-        A run of one process takes only the largest micro-batch of these rows. A micro-batch of many short rows may be
-        larger, but stays within the memory plan.
+        Memory figures that had to be reduced stay reduced. One process tries only the micro-batch with the most tokens;
+        of several ranks each tries all of its micro-batches. A later micro-batch of shorter rows may have more tokens,
+        but never more than the memory plan expects.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
@@ -116,31 +118,34 @@ class SFTTrainer:
             self.policy.grant.run_within_memory("update", self.add_gradients, rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Accumulates the gradients of the mean loss over all `rows` of a step, of which this rank runs a part.
+        """Adds the gradients of the mean loss over `rows`, all rows of a step. This rank runs only its share of them.
 
-        Returns, by source, the part of the mean loss that this rank's rows contribute: the parts of all sources and
-        ranks add up to it. They are copied from a GPU without waiting: read them only after `state.update`, the only
-        place where a step waits for the device.
+        Returns, by source, what this rank's rows of the source contribute to the mean loss, which is the sum of these
+        parts over all sources and ranks. The parts are copied from a GPU without waiting: read them only after
+        `state.update`, the only place where a step waits for the device.
         """
         loss_tokens = sum(row.loss_tokens for row in rows)
         micro_batches = self.micro_batches(rows)
-        if self.policy.full_tuning and len(micro_batches) > 1:  # each pass changes the weights
+        if self.policy.full_tuning and len(micro_batches) > 1:  # each pass would change the weights
             passes = len(micro_batches)
             cause = f"with --no-lora the {len(rows)} rows of a step must be one pass through the model, not {passes}"
             raise R3LiteError(
                 cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
             )
-        parts_of_loss: dict[str, Tensor] = {}
+        loss_parts: dict[str, Tensor] = {}
         for micro_batch in self.ranks.with_progress(micro_batches, "learning", "passes"):
             self.last_micro_batch = micro_batch
             loss = self.loss(micro_batch) / loss_tokens
             self._backward(loss)
             source = micro_batch[0].source
-            parts_of_loss[source] = parts_of_loss.get(source, 0.0) + loss.detach()
-        return {source: part.to("cpu", non_blocking=True) for source, part in parts_of_loss.items()}
+            loss_parts[source] = loss_parts.get(source, 0.0) + loss.detach()
+        return {source: part.to("cpu", non_blocking=True) for source, part in loss_parts.items()}
 
     def _backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a loss; in full fine-tuning it updates the weights instead, layer by layer."""
+        """Adds the gradients of a loss. In full fine-tuning, updates the weights instead.
+
+        The backward pass then updates each layer, and `apply_last` updates norm, head and embedding.
+        """
         try:
             self.policy.precision.backward(loss)
             if self.policy.full_tuning:
@@ -156,12 +161,14 @@ class SFTTrainer:
     def loss(self, rows: list[Row]) -> Tensor:
         """Returns the sum of the cross-entropies of the rows' trained tokens, in nats, as a scalar tensor.
 
-        Hidden state t - 1 predicts token t.
+        Hidden state t - 1 predicts token t: `hidden` [n, C] are the states before the n trained tokens, `targets` [n]
+        these tokens.
         """
         model = self.policy.model
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
-            head_grad_out = None  # or the buffer into which the backward pass writes the head's gradient
+            # [V, C] zeros in full fine-tuning, to which the backward pass adds the head's gradient.
+            head_grad_out = None
             if self.policy.full_tuning and torch.is_grad_enabled():
                 head_grad_out = self.policy.full_tuning.head_gradient()[: self.vocabulary]
             loss, _ = token_loss(
@@ -192,15 +199,15 @@ class SFTTrainer:
 
     def validation_losses(self) -> dict[str, float]:
         """Returns the mean cross-entropy over all trained tokens of the held-out rows, and over each source's."""
-        # "update" is the phase of passes over whole rows, with gradients or without.
-        rank_sums = self.policy.grant.run_within_memory("update", self.held_out_losses)
+        # The phase "update" is that of all passes over whole rows, also of those without gradients.
+        rank_sums = self.policy.grant.run_within_memory("update", self.held_out_loss_sums)
         sums = sum_by_name(self.ranks.gather(rank_sums))
         loss_tokens = count_loss_tokens(self.held_out)
         total = sum(loss_tokens.values())
-        parts_of_loss = {source: loss / total for source, loss in sums.items()}
-        return means_by_source("eval_loss", parts_of_loss, loss_tokens)
+        loss_parts = {source: loss / total for source, loss in sums.items()}
+        return means_by_source("eval_loss", loss_parts, loss_tokens)
 
-    def held_out_losses(self) -> dict[str, float]:
+    def held_out_loss_sums(self) -> dict[str, float]:
         """Returns the summed cross-entropy of this rank's share of the held-out rows, by source."""
         self.policy.model.eval()
         sums = dict.fromkeys((row.source for row in self.held_out), 0.0)
@@ -211,7 +218,7 @@ class SFTTrainer:
         return sums
 
     def explain_overflow(self) -> str:
-        """Says which layer overflowed first in the last micro-batch."""
+        """Runs the last micro-batch again without gradients, and returns which layer overflowed first."""
         return hooks.explain_overflow(self.policy.model, lambda: self.loss(self.last_micro_batch))
 
 
@@ -237,10 +244,10 @@ def train(config: SftConfig, ranks: Ranks) -> None:
     """Runs SFT in its run folder, from the first step or from a checkpoint."""
     protocols, examples_by_source, validation = read_data(config)
     with RunFolder("sft", config, time.strftime("runs/sft-%Y%m%d-%H%M%S"), ranks=ranks) as run:
-        torch.manual_seed(config.common.seed)  # of dropout; all other random draws have their own streams
+        torch.manual_seed(config.common.seed)  # seeds dropout; all other random draws have their own streams
         hashes = hashes_of_questions(examples_by_source)
         if hashes:
-            run.notes[QUESTIONS] = {"hashes": hashes}
+            run.notes[QUESTIONS] = {"hashes": hashes}  # a JSON file that is written when the run begins
         trainer = build_trainer(
             config,
             protocols=protocols,
@@ -252,10 +259,10 @@ def train(config: SftConfig, ranks: Ranks) -> None:
             print(f"wrote the {trainer.state.result} to {run.output / trainer.state.result}")
 
 
-def few_steps(config: SftConfig, rows: int) -> str:
-    """Returns a warning if a run has fewer than FEWEST_STEPS steps because it has so few rows, else "".
+def few_steps_warning(config: SftConfig, rows: int) -> str:
+    """Returns a warning if this number of rows makes fewer than FEWEST_STEPS steps, else "".
 
-    With --max-steps it has as many steps as the user chose.
+    With --max-steps, where `row_limit` is None, there is no warning: the user chose the number of steps.
     """
     steps, row_limit = config.steps_and_row_limit(rows)
     if row_limit is None or steps >= FEWEST_STEPS:
@@ -268,15 +275,19 @@ def few_steps(config: SftConfig, rows: int) -> str:
     )
 
 
-def hashes_of_questions(examples_by_source: Rows) -> list[str]:
-    """Returns the hashes of the questions of all trajectories, sorted. By them, RL can tell whether it trains on the
-    same questions."""
+def hashes_of_questions(examples_by_source: ExamplesBySource) -> list[str]:
+    """Returns the hashes of the questions of all trajectories, sorted. RL reads them to warn if it trains on the same
+    questions."""
     examples = chain.from_iterable(examples_by_source.values())
     return sorted({question_hash(example.question) for example in examples if isinstance(example, Trajectory)})
 
 
 def build_trainer(
-    config: SftConfig, protocols: dict[str, Protocol], examples_by_source: Rows, validation: Rows, ranks: Ranks = ALONE
+    config: SftConfig,
+    protocols: dict[str, Protocol],
+    examples_by_source: ExamplesBySource,
+    validation: ExamplesBySource,
+    ranks: Ranks = ALONE,
 ) -> SFTTrainer:
     """Encodes the examples into rows, plans the memory that they take and loads the model."""
     if config.lora.no_lora and len(examples_by_source) > 1 and config.rows_per_step > 1:
@@ -289,13 +300,14 @@ def build_trainer(
     tokenizer = Tokenizer.load(folder, config.model.thinking)
     lengths = LengthSettings(max_length=config.sft.max_length, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
-    encoded = encode_rows_of(examples_by_source, layouts)
+    rows = encode_rows_of(examples_by_source, layouts)
     held_out = encode_fitting(validation, layouts)  # rows that are too long are left out, perhaps all
-    steps, _ = config.steps_and_row_limit(len(encoded))
-    message = few_steps(config, len(encoded))
+    steps, _ = config.steps_and_row_limit(len(rows))
+    message = few_steps_warning(config, len(rows))
     if message and ranks.first:
         print(f"warning: {message}", file=sys.stderr)
-    workload = sft_workload(config, **lengths_of(encoded, held_out), steps=steps)
+    # `lengths_of` has the arguments `longest`, `shared`, `mean_tokens` and `writes`.
+    workload = sft_workload(config, **lengths_of(rows, held_out), steps=steps)
     training = Training(
         lora=config.lora,
         optimizer=config.optimizer,
@@ -314,6 +326,6 @@ def build_trainer(
         config,
         policy=policy,
         vocabulary=tokenizer.size,
-        rows=encoded,
+        rows=rows,
         held_out=held_out,
     )

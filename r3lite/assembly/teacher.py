@@ -37,12 +37,12 @@ def top_tokens(
     rows: list[Row],
     max_rows: int | None = None,
 ) -> list[TopTokens]:
-    """Returns the distributions of a model at temperature 1 at each token of the rows that has loss.
+    """Returns for each row a model's distributions, at temperature 1, of those of its tokens that have loss.
 
-    A distribution has the `top` likeliest tokens of `vocabulary`. At most `max_rows` rows go through the model
-    together.
+    A distribution has the `top` likeliest tokens among the first `vocabulary` ids. At most `max_rows` rows go through
+    the model together.
     """
-    by_row: dict[int, TopTokens] = {}
+    by_row: dict[int, TopTokens] = {}  # by the index of the row
     memory = policy.grant.memory
     head = policy.model.head_weight[:vocabulary]  # [V, C]
     tokens_of_rows = [row.tokens for row in rows]
@@ -80,14 +80,17 @@ class TeacherInTurns:
     nf4_cache: str | None
 
     def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
-        """Returns the rollouts, with the teacher's distributions at the tokens of those that failed."""
+        """Returns the rollouts as a batch, with the teacher's distributions at the tokens of those that failed.
+
+        `questions`, the id of each group's question, is not needed here.
+        """
         batch = Batch.of(rollouts)
         failed_rows = [row for row, rollout in enumerate(rollouts) if rollout.failed]
         if not failed_rows:
             return batch
         ranks = self.learner.ranks
         tokens = batch.token_rows()
-        share = ranks.rows_of_rank([len(tokens[row]) for row in failed_rows])
+        share = ranks.rows_of_rank([len(tokens[row]) for row in failed_rows])  # of this rank, in `failed_rows`
         rows = [failed_rows[i] for i in share]
         distributions = self.learner.grant.run_within_memory("update", self.read, batch.select(rows))
         by_row: dict[int, TopTokens] = {}
@@ -124,19 +127,20 @@ class TeacherInTurns:
 
 @dataclass(frozen=True)
 class CachedTeacher:
-    """Replaces failed episodes by trajectories of their questions, along which a teacher's distributions are known."""
+    """Replaces failed episodes by cached trajectories of their questions, with a teacher's distributions."""
 
     lessons: dict[str, Lesson]
 
     def batch(self, rollouts: list[Rollout], questions: dict[int, str]) -> Batch:
-        """Returns the rollouts, with the trajectory of its question, if there is one, in place of each that failed.
+        """Returns the rollouts as a batch, in which cached trajectories replace failed rollouts of their questions.
 
-        The trajectory has the reward of the failed rollout, so that the advantages of its group stay as they are.
+        `questions` has the id of each group's question. A trajectory gets the reward of the rollout that it replaces,
+        so that the advantages of the group stay as they are.
         """
         return Batch.of([self.replaced(rollout, questions[rollout.group]) for rollout in rollouts])
 
     def replaced(self, rollout: Rollout, question: str) -> Rollout:
-        """Returns the rollout; if it failed and its question has a trajectory, that trajectory with its reward.
+        """Returns the rollout. If it failed and `question` has a trajectory, returns that, with the rollout's reward.
 
         Raises R3LiteError if the trajectory does not begin with the rollout's prompt.
         """
@@ -144,7 +148,8 @@ class CachedTeacher:
         if not rollout.failed or lesson is None:
             return rollout
         row = lesson.row
-        prompt = rollout.record.first(rollout.record.action_mask.index(True))
+        prompt_length = rollout.record.action_mask.index(True)
+        prompt = rollout.record.first(prompt_length)
         start = row.first(len(prompt.tokens))
         if start.tokens != prompt.tokens or any(start.action_mask):
             cause = f"the cached trajectory of question {question} has another prompt than its episodes"

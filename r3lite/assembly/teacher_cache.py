@@ -12,7 +12,7 @@ from r3lite.assembly.teacher import fingerprint, top_tokens
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import sole_writer, sweep
 from r3lite.datasets import teacher_logprobs
-from r3lite.datasets.teacher_logprobs import PART, CacheOrigin
+from r3lite.datasets.teacher_logprobs import ROWS_PER_PART, CacheOrigin
 from r3lite.datasets.trajectories import Conversation, Row, Trajectory, encode_row, read_rows
 from r3lite.datasets.trajectories import fingerprint as rows_fingerprint
 from r3lite.devices.live_tensors import MIB
@@ -58,18 +58,18 @@ def write_cache(config: CollectConfig) -> None:
         parts_done = teacher_logprobs.parts_done(folder, origin)
         token_count = sum(row.loss_tokens for row in rows)
         print(f"{len(rows)} trajectories, {token_count:,} tokens: {size_on_disk(token_count, top)} on disk")
-        if parts_done * PART < len(rows):
+        if parts_done * ROWS_PER_PART < len(rows):
             policy = load_policy(base, config.model, memory=config.memory, plan=plan)
             policy.model.eval()
-            rows_done = parts_done * PART
+            rows_done = parts_done * ROWS_PER_PART
             bar = tqdm(total=len(rows), initial=rows_done, desc="teacher", unit="trajectory", disable=None)
-            for number in range(parts_done, math.ceil(len(rows) / PART)):
-                part = rows[number * PART : (number + 1) * PART]
+            for number in range(parts_done, math.ceil(len(rows) / ROWS_PER_PART)):
+                part = rows[number * ROWS_PER_PART : (number + 1) * ROWS_PER_PART]
                 distributions = top_tokens(policy, vocabulary=tokenizer.size, top=top, rows=part)
                 teacher_logprobs.write_part(folder, number, origin=origin, rows=part, teacher=distributions)
                 bar.update(len(part))
             bar.close()
-        teacher_logprobs.complete(folder, origin, questions)
+        teacher_logprobs.write_manifest(folder, origin, questions)
     print(f"written to {folder}")
 
 

@@ -1,4 +1,4 @@
-"""Checks of a GPU: that PyTorch can use it, which attention kernels it runs, and what it holds besides tensors."""
+"""Checks of a GPU: that PyTorch can use it, which attention kernels run, and the memory that is not tensors."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -8,7 +8,7 @@ from r3lite.checks.sample import padded, sentences, tiny
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import BUILDS, Precision, has_nvidia_card
 from r3lite.memory import cuda_parts
-from r3lite.models.kv_cache import KVCache, Prefill
+from r3lite.models.kv_cache import CachePass, KVCache, Prefill
 from r3lite.models.packing import Pack
 
 REBUILD = f"Install a build of PyTorch for it: {BUILDS}"
@@ -29,26 +29,30 @@ def usable(precision: Precision) -> Finding:
 
 
 def _built_for(capability: tuple[int, int]) -> Finding:
-    """Checks whether PyTorch's build has kernels for a compute capability.
+    """Checks whether PyTorch's build has kernels for a compute capability (major, minor).
 
-    Kernels of the same major version run on it, and so does code that the driver compiles for it.
+    Kernels for the same or a lower minor version of the same major version run (`sm_80`), and so does code for any
+    lower version that the driver compiles (`compute_80`).
     """
     major, minor = capability
     version = 10 * major + minor
-    kernels = torch.cuda.get_arch_list() if torch.backends.cuda.is_built() else []
-    sound = not kernels
-    for kernel in kernels:
-        kind, _, number = kernel.partition("_")
-        built_version = int("".join(filter(str.isdigit, number)))
-        same_major = built_version // 10 == major
-        if built_version <= version and (kind == "compute" or same_major):
+    targets = torch.cuda.get_arch_list() if torch.backends.cuda.is_built() else []  # such as sm_80, compute_90
+    sound = not targets  # a build that names no targets is not judged
+    for target in targets:
+        kind, _, number = target.partition("_")
+        target_version = int("".join(filter(str.isdigit, number)))
+        same_major = target_version // 10 == major
+        if target_version <= version and (kind == "compute" or same_major):
             sound = True
-    message = f"compute capability {major}.{minor}; PyTorch has kernels for {', '.join(kernels) or '?'}"
+    message = f"compute capability {major}.{minor}; PyTorch has kernels for {', '.join(targets) or '?'}"
     return judged(sound, message, f"The GPU is too old or too new for this PyTorch. {REBUILD}")
 
 
-class _Kernels(TorchDispatchMode):
-    """Notes which attention kernels are run: the fused ones have names, the math kernel shows by its softmax."""
+class _KernelRecorder(TorchDispatchMode):
+    """Records which attention kernels run in its block.
+
+    Fused kernels are operators with their own names. The math kernel is recognized by its softmax.
+    """
 
     def __init__(self):
         super().__init__()
@@ -65,59 +69,61 @@ class _Kernels(TorchDispatchMode):
 
 
 def attention_kernels(precision: Precision) -> Finding:
-    """Checks which kernel attention runs under each mask, in training and otherwise.
+    """Checks which kernel attention runs with each mask, in training and otherwise.
 
-    It must never be the math kernel, and on Turing cards it must be the memory-efficient kernel.
+    It must never be the math kernel. On cards before Ampere it must be the memory-efficient kernel.
     """
     model = tiny(precision)
     rows = sentences()
     device = precision.device
-    rows[1] = rows[0][:48] + rows[1]  # a pack's common prefix
-    used: dict[str, str] = {}
+    rows[1] = rows[0][:48] + rows[1]  # a prefix that the pack below stores once
+    kernels_by_mask: dict[str, str] = {}  # such as "efficient", or "efficient+math" if several run
 
-    def note(mask: str, ids: torch.Tensor, context=None) -> None:
-        with _Kernels() as kernels:
+    def record(mask: str, ids: torch.Tensor, context: Pack | CachePass | None = None) -> None:
+        """Runs the model on tokens; `context` is what makes its mask, None for a causal one."""
+        with _KernelRecorder() as recorder:
             with precision.autocast():
                 hidden = model(ids, context)
             if hidden.requires_grad:
                 hidden.backward(torch.ones_like(hidden))  # the backward pass, too, needs a kernel that takes the mask
-        used[mask] = "+".join(sorted(kernels.names)) or "none"
+        kernels_by_mask[mask] = "+".join(sorted(recorder.names)) or "none"
 
     for grad in (False, True):
-        model.model.embed_tokens.requires_grad_(grad)  # else nothing requires a gradient: the base is frozen
+        model.model.embed_tokens.requires_grad_(grad)  # all else is frozen, so that otherwise there is no backward pass
         suffix = " in training" if grad else ""
         with torch.set_grad_enabled(grad):
-            note("causal" + suffix, padded(rows, device))
+            record("causal" + suffix, padded(rows, device))
             pack = Pack.of(rows, device)
-            note("shared prefix" + suffix, pack.tokens, pack)
+            record("shared prefix" + suffix, pack.tokens, pack)
     with torch.no_grad():
         cache = KVCache.of(model, 1)
         stretches = {"prompt": rows[0][:41], "documents": rows[0][41:100]}
         for mask, tokens in stretches.items():
             prefill = Prefill(cache, [(0, tokens)])
-            note(mask, prefill.tokens, prefill)
-        newest = torch.tensor([[rows[0][100]]], device=device)
-        note("decoding", newest, cache.decode(1))
-    return _judged_kernels(used, device)
+            record(mask, prefill.tokens, prefill)
+        next_token = torch.tensor([[rows[0][100]]], device=device)
+        record("decoding", next_token, cache.decode(1))
+    return _judged_kernels(kernels_by_mask, device)
 
 
-def _judged_kernels(used: dict[str, str], device: torch.device) -> Finding:
-    """Returns ok if no mask runs the math kernel and, on a card without FlashAttention-2, each the efficient one."""
-    sound = {"flash", "efficient", "cpu"}  # cpu: also of a pretended card
+def _judged_kernels(kernels_by_mask: dict[str, str], device: torch.device) -> Finding:
+    """Returns ok if no mask runs the math kernel and, on a card before Ampere, every mask runs the efficient kernel."""
+    sound = {"flash", "efficient", "cpu"}  # tests simulate a card on the CPU, whose kernel is "cpu"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
         sound = {"efficient", "cpu"}
     unsound = []
-    for mask, kernels in used.items():
+    for mask, kernels in kernels_by_mask.items():
         if not set(kernels.split("+")) <= sound:
             unsound.append(mask)
     if unsound:
-        message = ", ".join(f"{mask}: {used[mask]}" for mask in unsound)
+        message = ", ".join(f"{mask}: {kernels_by_mask[mask]}" for mask in unsound)
         return judged(False, message, "Memory grows with T^2 there: use short rows, and report it with doctor.json.")
     masks_by_kernel: dict[str, list[str]] = {}
-    for mask, kernel in used.items():
+    for mask, kernel in kernels_by_mask.items():
         masks_by_kernel.setdefault(kernel, []).append(mask)
     if len(masks_by_kernel) == 1:
-        return judged(True, f"all {len(used)} masks use the fused kernel `{next(iter(masks_by_kernel))}`")
+        (kernel,) = masks_by_kernel
+        return judged(True, f"all {len(kernels_by_mask)} masks use the fused kernel `{kernel}`")
     return judged(True, "; ".join(f"{kernel}: {', '.join(masks)}" for kernel, masks in masks_by_kernel.items()))
 
 
@@ -126,9 +132,10 @@ def beside_tensors(
     driver: dict[str, str],
     measured: dict[str, float],
 ) -> Finding:
-    """Compares what the card holds beside tensors with what is planned, part by part, once everything else has run.
+    """Compares the memory of the card that is not tensors with what plans reserve for it, part by part.
 
-    `driver` is what the driver said before CUDA was used. `measured` has the figures of the other checks.
+    Runs after all other checks. `driver` are the driver's facts from before CUDA was used (`machine.ask_driver`).
+    `measured` has the figures of the other checks.
     """
     if precision.device.type != "cuda":
         return skipped("for CUDA GPUs only")
@@ -138,17 +145,18 @@ def beside_tensors(
     if "used_mib" in driver:
         free, total = torch.cuda.mem_get_info(precision.device)
         outside_allocator = total - free - torch.cuda.memory_reserved()
-        sizes["context"] = outside_allocator / MIB - float(driver["used_mib"])
+        sizes["context"] = outside_allocator / MIB - float(driver["used_mib"])  # the CUDA context
     if hasattr(torch.backends.cuda, "cublas_workspace_size"):  # since PyTorch 2.13
         sizes["cuBLAS workspace"] = cuda_parts.THREADS * torch.backends.cuda.cublas_workspace_size() / MIB
     if measured.get("graph_pools_mib"):
         sizes["graph pools"] = measured["graph_pools_mib"]
-    parts = cuda_parts.beside_tensors(0, captured=1, card=cuda_parts.of_this_card())
-    planned = {part: size / MIB for part, size in parts.items() if part in sizes}
+    # captured=1: pools of graphs are planned, too; any number above 0 that is small gives their least size.
+    planned_parts = cuda_parts.beside_tensors(0, captured=1, card=cuda_parts.beside_of_this_card())
+    planned = {part: size / MIB for part, size in planned_parts.items() if part in sizes}
     shares = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in sizes.items()]
     if "fragmentation" in measured:
         shares.append(f"fragmentation {measured['fragmentation']:.0%} of {cuda_parts.FRAGMENTATION:.0%}")
     remedy = "Plans reserve too little here: pass a lower --vram-budget, and report it with doctor.json."
     figures = {f"{part} MiB": size for part, size in sizes.items()}
-    within = sum(sizes.values()) <= sum(planned.values())
-    return judged(within, f"MiB, measured of planned: {', '.join(shares)}", remedy, **figures)
+    is_enough = sum(sizes.values()) <= sum(planned.values())
+    return judged(is_enough, f"MiB, measured of planned: {', '.join(shares)}", remedy, **figures)

@@ -1,4 +1,4 @@
-"""What a check found, and when log-probabilities are close enough."""
+"""The result of a check, and when log-probabilities are close enough."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,9 +9,9 @@ from torch import Tensor
 
 from r3lite.devices.precision import dtype_name
 
-# Bounds of the mean difference between log-probabilities that should be equal. A CPU was off by 1e-6 in fp32, by 0.002
-# in fp16 and by 0.017 in bf16. A mistake may cost less than that: decoding steps that see empty slots cost 0.002. So
-# checks of logic are made in fp32, too.
+# The largest mean differences allowed between log-probabilities that should be equal. Measured on a CPU: 1e-6 in fp32,
+# 0.002 in fp16, 0.017 in bf16. A bug may change less than rounding in 16 bits does: decoding steps that attend to empty
+# slots of the cache changed 0.002. So checks of logic are also made in fp32.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 REPORT = "A bug in r3lite or in this PyTorch: please report it with doctor.json."
 
@@ -27,19 +27,22 @@ class Finding:
 
 
 def skipped(reason: str) -> Finding:
-    """Returns that the check does not apply here."""
+    """Returns the finding of a check that does not apply here, for this reason."""
     return Finding("skipped", reason)
 
 
 def judged(sound: bool, message: str, remedy: str = REPORT, **measured: float) -> Finding:
-    """Returns ok if `sound`, else failed, with the figures that it was judged by."""
+    """Returns ok if `sound`, else failed with the remedy; `measured` are the figures that decided it."""
     if sound:
         return Finding("ok", message, measured=measured)
     return Finding("failed", message, remedy, measured)
 
 
 def closeness(pairs: dict[torch.dtype, tuple[Tensor, Tensor]]) -> Finding:
-    """Returns ok if log-probabilities that should be equal differ by no more than BOUNDS on average, in each dtype."""
+    """Returns ok if log-probabilities that should be equal differ on average by at most BOUNDS, in each dtype.
+
+    `pairs` has two tensors of one shape by dtype.
+    """
     parts = []
     figures = {}
     sound = True
@@ -48,7 +51,7 @@ def closeness(pairs: dict[torch.dtype, tuple[Tensor, Tensor]]) -> Finding:
         difference = ours.float().cpu() - theirs.float().cpu()
         difference = difference.abs()
         mean = float(difference.mean())
-        sound &= mean <= BOUNDS[dtype]  # False for a nan
+        sound &= mean <= BOUNDS[dtype]  # not sound if the mean is nan
         parts.append(f"{mean:.1e} in {name} ({BOUNDS[dtype]:g} allowed)")
         figures[f"mean_difference_{name}"] = mean
         figures[f"largest_difference_{name}"] = float(difference.max())

@@ -1,4 +1,4 @@
-"""Checks of a pass: that a device, a cache, a graph, a sampler, NF4 and offload change no number."""
+"""Checks of the model's numbers: the device, cache, graphs, sampler, NF4 and offload change none beyond rounding."""
 
 from collections.abc import Callable
 
@@ -29,17 +29,18 @@ from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.settings import LengthSettings, ProtocolSettings
 
-# Cross-entropy in nats a token of the shipped model on `sentences()`, in fp32. Another model has another figure.
+# Cross-entropy, in nats per token, of the shipped model on `sentences()` in fp32. It changes if the model is replaced.
 ENTROPY = 3.6177
 ENTROPY_BOUND = 0.001
-LOGIT_BOUND = 1e-3  # in fp32; a card that multiplies in TF32 is off by 1e-2
+LOGIT_BOUND = 1e-3  # largest difference of logits in fp32; a card that multiplies in TF32 is off by 1e-2
 WRONG_BUILD = "This PyTorch computes wrong numbers here: install another build, and report it with doctor.json."
 
 
-# Largest mean error of an NF4 product, as a share of its mean size, from rounding weights, inputs and outputs to the
-# dtype. A CPU needs 0 in fp32, 4e-4 in fp16 and 3e-3 in bf16.
+# Largest mean error of a product with NF4 weights, as a share of the product's mean size. It comes from rounding the
+# weights, inputs and outputs to the dtype. Measured on a CPU: 0 in fp32, 4e-4 in fp16, 3e-3 in bf16.
 NF4_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}
-NF4_ERROR = 0.11  # largest root mean square error of weights of size 1; a normal distribution loses 0.092
+# Largest root mean square error of quantizing weights whose standard deviation is 1. Normally distributed ones: 0.092.
+NF4_ERROR = 0.11
 
 
 def logits(precision: Precision) -> Finding:
@@ -63,14 +64,14 @@ def against_the_cpu(
     device: torch.device,
     about: str,
 ) -> Finding:
-    """Compares a model's logits in fp32 with those of the same model on the CPU; `about` ends the message."""
+    """Compares the logits of `model`, in fp32 on `device`, with the CPU's; `about` ends the finding's message."""
     reference = tiny(Precision(torch.float32, CPU))
-    logits_here = model.logits(model(padded(rows, device)))
+    logits_on_device = model.logits(model(padded(rows, device)))
     logits_on_cpu = reference.logits(reference(padded(rows, CPU)))
-    off = float((logits_here.cpu() - logits_on_cpu).abs().max())
-    message = f"largest difference from the CPU {off:.1e}, {LOGIT_BOUND:g} allowed; {about}"
+    difference = float((logits_on_device.cpu() - logits_on_cpu).abs().max())
+    message = f"largest difference from the CPU {difference:.1e}, {LOGIT_BOUND:g} allowed; {about}"
     remedy = f"Disable TF32 if it is on. If not: {WRONG_BUILD}"
-    return judged(off <= LOGIT_BOUND, message, remedy, largest_difference=off)
+    return judged(difference <= LOGIT_BOUND, message, remedy, largest_difference=difference)
 
 
 def logits_in_dtype(precision: Precision) -> Finding:
@@ -80,79 +81,90 @@ def logits_in_dtype(precision: Precision) -> Finding:
     rows = sentences()
     exact = Precision(torch.float32, CPU)
     expected = logprobs(tiny(exact), rows, exact)
-    return closeness({precision.dtype: (logprobs(tiny(precision), rows, precision), expected)})
+    on_device = logprobs(tiny(precision), rows, precision)
+    return closeness({precision.dtype: (on_device, expected)})
 
 
-def _exact_and_own(precision: Precision) -> list[Precision]:
-    """Returns fp32, where mistakes of logic show, and the run's precision, each on the device."""
-    return [Precision(torch.float32, precision.device), precision]
+def _fp32_and_run_precision(precision: Precision) -> dict[torch.dtype, Precision]:
+    """Returns two precisions on the device, by dtype: fp32, in which bugs are not hidden by rounding, and the run's.
+
+    They are one if the run is in fp32.
+    """
+    exact = Precision(torch.float32, precision.device)
+    return {p.dtype: p for p in (exact, precision)}
 
 
 def cached_decode(precision: Precision) -> Finding:
-    """Compares rows that are read piece by piece into a KV cache with whole rows, in fp32 and as the run is."""
-    return closeness({p.dtype: _in_pieces(p) for p in _exact_and_own(precision)})
+    """Compares rows that a KV cache reads piece by piece with whole rows, in fp32 and in the run's dtype."""
+    precisions = _fp32_and_run_precision(precision)
+    return closeness({dtype: _in_pieces_and_whole(p) for dtype, p in precisions.items()})
 
 
 @torch.no_grad()
-def _in_pieces(precision: Precision) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of rows that a cache reads in stretches of any length, and those of whole rows."""
+def _in_pieces_and_whole(precision: Precision) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities of rows that a KV cache reads in pieces, and those of the same rows read whole."""
     model = tiny(precision)
     rows = sentences()
     of_whole_rows = logprobs(model, rows, precision)
     cache = KVCache.of(model, len(rows))
-    hidden_of_rows: list[list[Tensor]] = [[] for _ in rows]
+    hidden_of_rows: list[list[Tensor]] = [[] for _ in rows]  # the hidden states of each piece
+    # Each pass reads so many tokens of each of the four rows. A pass of one token per row is a decoding step.
+    decoding_steps = [[1, 1, 1, 1]] * 3
+    passes = [[40, 25, 61, 5], *decoding_steps, [30, 41, 1, 17], *decoding_steps]
+    read_lengths = [sum(counts) for counts in zip(*passes)]
+    passes.append([len(row) - length for row, length in zip(rows, read_lengths)])  # what is left of each row
     cached_lengths = [0] * len(rows)
-    # The number of tokens that each stretch reads of every row; the last stretch reads the rest of the rows.
-    single_tokens = [[1] * len(rows)] * 3
-    stretches = [[40, 25, 61, 5], *single_tokens, [30, 41, 1, 17], *single_tokens]
-    read_lengths = map(sum, zip(*stretches))
-    stretches.append([len(row) - length for row, length in zip(rows, read_lengths)])
     with precision.autocast():
-        for counts in stretches:
+        for counts in passes:
             ends = [start + count for start, count in zip(cached_lengths, counts)]
-            parts = [row[start:end] for row, start, end in zip(rows, cached_lengths, ends)]
-            for hidden_of_row, hidden in zip(hidden_of_rows, _read(model, cache, parts)):
+            pieces = [row[start:end] for row, start, end in zip(rows, cached_lengths, ends)]
+            hidden_of_pieces = _read(model, cache, pieces)
+            for hidden_of_row, hidden in zip(hidden_of_rows, hidden_of_pieces):
                 hidden_of_row.append(hidden)
             cached_lengths = ends
-        of_pieces = []
+        logprobs_of_rows = []
         for hidden_of_row, row in zip(hidden_of_rows, rows):
             logits_of_row = model.logits(torch.cat(hidden_of_row))
-            of_pieces.append(predicted(logits_of_row, row))
-    return torch.cat(of_pieces), of_whole_rows
+            logprobs_of_rows.append(predicted(logits_of_row, row))
+    return torch.cat(logprobs_of_rows), of_whole_rows
 
 
-def _read(model: CausalLM, cache: KVCache, parts: list[list[int]]) -> list[Tensor]:
-    """Returns the hidden states of a cache's new tokens: from a decoding step if each row has one, else a prefill."""
-    if all(len(part) == 1 for part in parts):
-        tokens = torch.tensor(parts, device=cache.device)
-        return list(model(tokens, cache.decode(len(parts))))
-    prefill = Prefill(cache, list(enumerate(parts)))
+def _read(model: CausalLM, cache: KVCache, pieces: list[list[int]]) -> list[Tensor]:
+    """Appends a piece of tokens to each row of a cache, and returns the hidden states of each piece.
+
+    Runs a decoding step if each piece is one token, else a prefill.
+    """
+    if all(len(piece) == 1 for piece in pieces):
+        tokens = torch.tensor(pieces, device=cache.device)
+        return list(model(tokens, cache.decode(len(pieces))))
+    prefill = Prefill(cache, list(enumerate(pieces)))
     hidden = model(prefill.tokens, prefill)[0]
-    return list(hidden.split([len(part) for part in parts]))
+    return list(hidden.split([len(piece) for piece in pieces]))
 
 
-# Rows of each step: 3 rows fill a bucket of 4, and the longest row passes into a second block.
+# The number of rows in each decoding step of `graphs`. 3 rows run in the graph for 4 rows. During the first steps the
+# longest row grows beyond BLOCK slots.
 STEPS = (3, 3, 3, 3, 6, 1, 5)
-DRAFTS = (1, 8, 3)  # tokens of each row, afterwards, in a pass over drafts
-# Rows, places of a row, and slots, in the order in which they are captured.
+DRAFTS = (1, 8, 3)  # the number of tokens of each row in a pass over drafts, which comes after the steps
+# The graphs that STEPS and DRAFTS capture, in this order: for how many rows, tokens of a row, and slots of a row.
 BUCKETS = [(4, 1, BLOCK), (4, 1, 2 * BLOCK), (6, 1, 2 * BLOCK), (1, 1, BLOCK), (4, 8, 2 * BLOCK)]
-COSINES = {torch.float32: 0.99999}  # the least that is allowed; in other dtypes what the decoder itself asks for
+# The lowest cosine allowed between hidden states of a graph and of the model. Other dtypes have the decoder's bound.
+COSINES = {torch.float32: 0.99999}
 
 
 def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
-    """Compares decoding by CUDA graphs with the model itself, in buckets of several sizes, in fp32 and as the run is.
+    """Compares decoding by CUDA graphs with decoding without, for the sizes of BUCKETS, in fp32 and the run's dtype.
 
-    `capture` is a test's stand-in.
+    `capture` replaces the capture of a graph in tests.
     """
     if precision.device.type != "cuda" and capture is None:
         return skipped("for CUDA only")
     parts = []
     figures = {}
     sound = True
-    precisions = {p.dtype: p for p in _exact_and_own(precision)}
-    for dtype, p in precisions.items():
+    for dtype, p in _fp32_and_run_precision(precision).items():
         name = dtype_name(dtype)
-        cosine, pools = _captured(p, capture)
+        cosine, pools = _cosine_and_pools(p, capture)
         bound = COSINES.get(dtype, LEAST_COSINE)
         sound &= cosine >= bound
         parts.append(f"{cosine:.6f} in {name} ({bound} allowed)")
@@ -163,10 +175,10 @@ def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
 
 
 @torch.no_grad()
-def _captured(precision: Precision, capture: Callable | None) -> tuple[float, float]:
-    """Returns the least cosine between hidden states of graphs and of the model, and MiB of the graphs' pools.
+def _cosine_and_pools(precision: Precision, capture: Callable | None) -> tuple[float, float]:
+    """Returns the lowest cosine between hidden states with and without graphs, and MiB of the graphs' memory pools.
 
-    The cosine is -1 if graphs were given up, or were not those of BUCKETS.
+    The cosine is -1 if the decoder gave graphs up, or captured other graphs than BUCKETS.
     """
     model = tiny(precision, adapted=True)
     row = sentences()[0]
@@ -176,43 +188,46 @@ def _captured(precision: Precision, capture: Callable | None) -> tuple[float, fl
     with precision.autocast():
         for cache in (plain_cache, graph_cache):
             _read(model, cache, beginnings)
-        plain = Decoder(model, plain_cache)
-        by_graphs = GraphDecoder(model, graph_cache, 2 * BLOCK, capture)
+        plain_decoder = Decoder(model, plain_cache)
+        graph_decoder = GraphDecoder(model, graph_cache, 2 * BLOCK, capture)
         cosines = []
-        for step, n in enumerate(STEPS):
-            tokens = row[step : step + n]
-            hidden = by_graphs(tokens).float()
-            expected = plain(tokens).float()
+        for step, row_count in enumerate(STEPS):
+            tokens = row[step : step + row_count]  # one for each row; which tokens they are does not matter
+            hidden = graph_decoder(tokens).float()
+            expected = plain_decoder(tokens).float()
             cosines += F.cosine_similarity(hidden, expected, dim=-1).tolist()
-        additions = [row[:count] for count in DRAFTS]
-        hidden = by_graphs.run_drafts(additions)
-        expected = plain.run_drafts(additions)
+        drafts = [row[:count] for count in DRAFTS]
+        hidden = graph_decoder.run_drafts(drafts)
+        expected = plain_decoder.run_drafts(drafts)
         if hidden is None or expected is None:
             return -1.0, _pools_mib()
         cosines += F.cosine_similarity(hidden.float(), expected.float(), dim=-1).tolist()
-    if not by_graphs.works or list(by_graphs.graphs) != BUCKETS:
+    if not graph_decoder.uses_graphs or list(graph_decoder.graphs) != BUCKETS:
         return -1.0, _pools_mib()
-    return -largest(-cosine for cosine in cosines), _pools_mib()
+    lowest = -largest(-cosine for cosine in cosines)  # nan if a cosine is nan
+    return lowest, _pools_mib()
 
 
 def _pools_mib() -> float:
-    """Returns MiB of the memory pools of all graphs that exist; 0 if PyTorch's allocator says nothing."""
+    """Returns MiB of the memory pools of all graphs that exist; 0 if PyTorch's allocator reports no sizes."""
     if not torch.cuda.is_available() or not torch.cuda.memory_reserved():
         return 0.0
     size = 0
-    for piece in torch.cuda.memory_snapshot():
-        if tuple(piece["segment_pool_id"]) != (0, 0):
-            size += piece["total_size"]
+    for segment in torch.cuda.memory_snapshot():
+        belongs_to_graph = tuple(segment["segment_pool_id"]) != (0, 0)  # (0, 0): the pool of all other tensors
+        if belongs_to_graph:
+            size += segment["total_size"]
     return size / 2**20
 
 
 def sampler(precision: Precision) -> Finding:
     """Compares the log-probabilities that the rollout engine records with those that the trainer recomputes."""
-    return closeness({p.dtype: _sampled(p) for p in _exact_and_own(precision)})
+    precisions = _fp32_and_run_precision(precision)
+    return closeness({dtype: _recorded_and_recomputed(p) for dtype, p in precisions.items()})
 
 
-def _sampled(precision: Precision) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of the tokens of a few episodes, as they were recorded and as they are recomputed."""
+def _recorded_and_recomputed(precision: Precision) -> tuple[Tensor, Tensor]:
+    """Samples a few episodes; returns log-probabilities of their sampled tokens as recorded, and as recomputed."""
     model = tiny(precision, adapted=True)
     lengths = LengthSettings(max_hops=2, max_new_tokens=24, max_length=512, max_document_tokens=64)
     prompts = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", step_prompt="prompts/tiny/step_prompt.txt")
@@ -222,27 +237,28 @@ def _sampled(precision: Precision) -> tuple[Tensor, Tensor]:
     def retrieve(queries: list[tuple[Question, str]]) -> list[list[Document]]:
         return [list(question.gold) for question, _ in queries]
 
-    sequences = engine.run(questions(8), list("abcdefgh"), retrieve)
-    batch = Batch.of([Rollout(sequence, [], 0) for sequence in sequences])
+    sequences = engine.run(questions(8), seeds=list("abcdefgh"), retrieve=retrieve)
+    rollouts = [Rollout(sequence, [], 0) for sequence in sequences]  # without rewards, in one group
+    batch = Batch.of(rollouts)
     with torch.no_grad(), precision.autocast():
         recomputed = action_logprobs(model, batch, layout.tokenizer.size, 1.0)
     return batch.logprobs[batch.action_mask], recomputed
 
 
 def nf4_weights(precision: Precision) -> Finding:
-    """Compares NF4 on the device with the CPU, both with the format's definition, and a product with a dense one."""
+    """Checks NF4: codes of the device against the CPU's, weights and a product against the format's definition."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(512, 256, generator=generator)
     x = torch.randn(16, 256, generator=generator)
     on_cpu = nf4.quantize(weight)
     on_device = nf4.quantize(weight.to(precision.device))
-    codes_differ = float((on_cpu.codes != on_device.codes.cpu()).float().mean())
+    codes_differ = float((on_cpu.codes != on_device.codes.cpu()).float().mean())  # a share of all codes
     tensors = [tensor.to(precision.device) for tensor in vars(on_cpu).values()]
-    moved = nf4.Nf4Weight(*tensors)
+    moved = nf4.Nf4Weight(*tensors)  # the CPU's codes and scales on the device, so that only dequantizing is compared
     by_hand = _dequantized_by_hand(on_cpu)
     dequantized = nf4.dequantize([moved], torch.float32).cpu()
     weights_off = float((dequantized - by_hand).abs().max())
-    error = float((by_hand - weight).square().mean().sqrt())  # of weights whose standard deviation is 1
+    error = float((by_hand - weight).square().mean().sqrt())  # root mean square
     layer = Nf4Linear(moved, None, precision.dtype)
     product = layer(x.to(precision.device, precision.dtype)).float().cpu()
     exact = x @ by_hand.t()
@@ -266,30 +282,30 @@ def _dequantized_by_hand(weight: nf4.Nf4Weight) -> Tensor:
     first = weight.codes >> 4
     second = weight.codes & 15
     codes = torch.stack((first, second), dim=-1).view(-1, nf4.BLOCK).long()
-    absmax = weight.absmax.float() * weight.absmax_scale[:, None]  # [groups, 256]
+    absmax = weight.absmax.float() * weight.absmax_scale[:, None]  # [groups, 256]: a group has 256 blocks
     absmax = absmax + weight.absmax_mean[:, None]
-    points = torch.tensor(nf4.POINTS)[codes]  # [blocks, 64]
+    points = torch.tensor(nf4.POINTS)[codes]  # [blocks, 64]: a block has 64 weights
     scales = absmax.view(-1)[: len(codes), None]
     return (points * scales).view(weight.shape)
 
 
 def offload(precision: Precision) -> Finding:
-    """Checks tensors that are put into the host's memory and taken back, and a backward pass with its inputs there."""
+    """Checks that tensors return unchanged from the host's memory, and that offloading changes no gradients."""
     generator = torch.Generator().manual_seed(0)
     numbers = [torch.randn(1 << 16, generator=generator) for _ in range(6)]
     tensors = [x.to(precision.device, precision.dtype) for x in numbers]
     host = Offload(precision.device)
-    for x in tensors:
-        host.put(x)
-    returned = [host.take() for _ in tensors]
-    for x, y in zip(tensors, reversed(returned), strict=True):
-        if not torch.equal(x, y):
+    for tensor in tensors:
+        host.put(tensor)
+    returned = [host.take() for _ in tensors]  # the last one first
+    for tensor, copy in zip(tensors, reversed(returned), strict=True):
+        if not torch.equal(tensor, copy):
             return judged(False, "tensors changed on their way to the host's memory and back")
-    with_host = _gradients(precision, offloaded=True)
-    without = _gradients(precision, offloaded=False)
-    difference = (with_host - without).abs().max()
-    share = float(difference / without.abs().max())
-    bound = BOUNDS[precision.dtype]  # a card's attention adds gradients in no fixed order
+    with_offload = _gradients(precision, offloaded=True)
+    without_offload = _gradients(precision, offloaded=False)
+    difference = (with_offload - without_offload).abs().max()
+    share = float(difference / without_offload.abs().max())
+    bound = BOUNDS[precision.dtype]  # above 0, as a card's attention adds gradients up in no fixed order
     message = f"tensors unchanged; gradients differ by {share:.1e} of the largest, {bound:g} allowed"
     if precision.device.type == "cuda" and not host.pinned:
         message += "; slower, as memory cannot be pinned here"
@@ -297,9 +313,9 @@ def offload(precision: Precision) -> Finding:
 
 
 def _gradients(precision: Precision, offloaded: bool) -> Tensor:
-    """Returns an adapter's gradients, end to end on the host, of the cross-entropy of `sentences`.
+    """Returns all gradients of an adapter, as one vector on the host, of the cross-entropy of rows of `sentences`.
 
-    All layers are recomputed.
+    The layers are recomputed in the backward pass; if `offloaded`, their inputs wait for it in the host's memory.
     """
     model = tiny(precision, adapted=True)
     rows = [row[:48] for row in sentences()]

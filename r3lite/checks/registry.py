@@ -1,4 +1,4 @@
-"""All checks, in the order in which they are made: what is wrong with an early one explains the later ones."""
+"""All checks, in the order in which they run: if an early one fails, this explains failures of later ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from r3lite.devices.precision import Precision
 
 @dataclass(frozen=True)
 class Check:
-    """A check of one thing. `run` makes it in a precision, on the precision's device; `about` describes the thing."""
+    """A check, as `doctor` runs and lists it."""
 
     name: str
-    about: str
-    run: Callable[[Precision], Finding]
+    about: str  # what is checked
+    run: Callable[[Precision], Finding]  # runs the check in a precision, on the precision's device
 
 
 CHECKS = (
@@ -32,5 +32,6 @@ CHECKS = (
     Check("memory", "peak memory of a short run, against its plan and budget", runs.memory),
     Check("resume", "a resumed run against an uninterrupted one: equal to the bit", runs.resume),
 )
-# After the others, whose figures it takes: see card.beside_tensors.
+# Name and description of `card.beside_tensors`. It takes other arguments than the checks above, and runs after them, as
+# it needs their figures.
 BESIDE = ("beside the tensors", "CUDA context, cuBLAS, graphs and fragmentation, against what plans reserve for them")

@@ -1,6 +1,6 @@
-"""What checks found, printed line by line as they are made, and kept for a file.
+"""The findings of checks: printed line by line as the checks run, and collected for a file.
 
-Paths and the names of the user and of the machine are taken out of both.
+Paths, and the names of the user and of the machine, are removed from both.
 """
 
 import contextlib
@@ -25,8 +25,8 @@ import r3lite
 from r3lite.checks.finding import REPORT, Finding
 from r3lite.core.errors import R3LiteError
 
-# A path in quotes may have blanks; any other ends at a blank or a sign. Not a path are a unit (GB/s), an address
-# (https://) and a closing tag (</s>).
+# Matches a path. A path in quotes may have blanks; any other path ends at a blank or a punctuation mark. Units (GB/s),
+# addresses (https://) and closing tags (</s>) are no paths.
 PATH = re.compile(
     r"""
     (?<!\w)(['"])[^'"\n]*[/\\][^'"\n]*\1  # in quotes, and not between two apostrophes
@@ -43,13 +43,16 @@ MARKS = {"ok": "ok", "failed": "!!", "skipped": "--"}
 
 @dataclass
 class CheckLog:
-    """The findings of checks, printed as they are made and held for the file; `hide` takes out what names the user."""
+    """Runs checks, prints their findings and collects them for the file."""
 
-    hide: Callable[[str], str]
-    checks: list[dict] = field(default_factory=list)
+    hide: Callable[[str], str]  # returns a text without paths and names: see `hider`
+    checks: list[dict] = field(default_factory=list)  # an entry for each check so far
 
-    def make(self, name: str, check: Callable[..., Finding], *arguments) -> Finding:
-        """Makes a check, prints its finding and returns it. A check that raises has failed and stops no other."""
+    def run(self, name: str, check: Callable[..., Finding], *arguments) -> Finding:
+        """Runs a check with these arguments, prints and collects its finding, and returns it.
+
+        A check that raises an exception has failed; the exception is not raised again.
+        """
         on_terminal = sys.stdout.isatty()
         printed = io.StringIO()
         start = time.perf_counter()
@@ -59,11 +62,11 @@ class CheckLog:
         try:
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
                 finding = check(*arguments)
-        except Exception as error:  # of any kind: this is what a check may find
+        except Exception as error:  # any kind: finding errors is what checks are for
             finding = Finding("failed", *message_of(error))
             raised_at = frames(error)
+        # Of what the check printed, warnings and errors are kept. Errors of commands begin with `r3lite.COMMAND:`.
         lines = printed.getvalue().splitlines()
-        # Errors begin with `r3lite.COMMAND:`.
         warnings = [line for line in lines if line.startswith(("warning:", "r3lite."))]
         entry: dict = {"name": name, "state": finding.state, "told": self.hide(finding.message)}
         if finding.remedy:
@@ -76,7 +79,7 @@ class CheckLog:
         entry["measured"] = {figure: plain(value) for figure, value in finding.measured.items()}
         self.checks.append(entry)
         if on_terminal:
-            print(" " * (len(name) + 7) + "\r", end="")
+            print(" " * (len(name) + 7) + "\r", end="")  # erases the line `   NAME ...`
         print_line(f"{MARKS[finding.state]} {name:<19}", entry["told"])
         for line in (entry.get("remedy", ""), *entry.get("warnings", [])):
             print_line("", line)
@@ -94,14 +97,14 @@ class CheckLog:
 
 
 def print_line(head: str, text: str) -> None:
-    """Prints a text beside its head, over several lines if it is long; an empty text prints nothing."""
+    """Prints a head and a text beside it, on several lines if the text is long; prints nothing for an empty text."""
     for line in textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False):
         print(f"{head:<22} {line}", flush=True)
         head = ""
 
 
 def message_of(error: Exception) -> tuple[str, str]:
-    """Returns what an error says in a line, and what to do about it."""
+    """Returns a line about an error, and a remedy."""
     if isinstance(error, R3LiteError):
         return error.cause, error.remedy or REPORT
     first_line = (str(error).strip() or "no message").splitlines()[0]
@@ -112,7 +115,10 @@ def message_of(error: Exception) -> tuple[str, str]:
 
 
 def frames(error: Exception) -> list[str]:
-    """Returns where an error was raised, outermost first: file, line and function, without folders above packages."""
+    """Returns file, line and function of each frame of an error's traceback, the outermost first.
+
+    Files of packages are relative to the package's parent folder; other files are called `elsewhere`.
+    """
     places = []
     package = Path(r3lite.__file__).parent
     for frame in traceback.extract_tb(error.__traceback__):
@@ -128,20 +134,23 @@ def frames(error: Exception) -> list[str]:
 
 
 def plain(value: float) -> float | None:
-    """Returns a figure as JSON has it: not more digits than were measured, and None for what is not a number."""
+    """Returns a figure for JSON: with six digits, and None for nan and infinity."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
-    """Returns a function that takes paths out of a text, and the names of the user and of the machine."""
-    # Not `/`, and not `~`, which stands for a home that is not known.
+    """Returns a function that replaces, in a text, all paths and the names of the user and of the machine.
+
+    `folders` are folders whose paths may have blanks, which PATH would not match whole.
+    """
+    # `/` is left out, and so is `~`, which stands for a home folder that is not known.
     named_folders = {folder for folder in folders if len(folder) > 1}
     longest_first = sorted(named_folders, key=len, reverse=True)
     words = [re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE) for name in names if name]
 
     def hide(text: str) -> str:
         for folder in longest_first:
-            text = text.replace(folder, "/folder")  # a folder's name may have blanks, at which PATH would end
+            text = text.replace(folder, "/folder")  # has no blanks, so that PATH below matches all of the path
         text = PATH.sub("<path>", text)
         for word in words:
             text = word.sub("<name>", text)
@@ -151,7 +160,7 @@ def hider(folders: list[str], names: list[str]) -> Callable[[str], str]:
 
 
 def hider_of_process() -> Callable[[str], str]:
-    """Returns a `hider` of this process's folders and of its user."""
+    """Returns the `hider` for this process: its folders, its user and its machine."""
     package = str(Path(r3lite.__file__).parent)
     home = os.path.expanduser("~")
     folders = [
@@ -163,7 +172,7 @@ def hider_of_process() -> Callable[[str], str]:
     ]
     try:
         user = getpass.getuser()
-    except (OSError, KeyError, ImportError):  # a user without a name
+    except (OSError, KeyError, ImportError):  # the user has no name
         user = ""
     machine = platform.node()
     names = [user, machine, machine.partition(".")[0]]

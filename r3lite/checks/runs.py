@@ -1,4 +1,4 @@
-"""Checks of whole runs of SFT on the shipped model: what it learns, the memory that it takes, and resuming."""
+"""Checks of whole runs of SFT on the shipped model: the losses, the memory that a run takes, and resuming."""
 
 import contextlib
 import dataclasses
@@ -31,16 +31,19 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import SftConfig
 from r3lite.training import metrics
 
-# How far a step's loss may be from the CPU's in fp32, over STEPS steps. A CPU differs by 0.002 in fp16, 0.026 in bf16.
-STEPS = 4
+STEPS = 4  # steps of each run of the check `training`
+# The largest difference of a step's loss from the CPU's in fp32. Measured on a CPU: 0.002 in fp16, 0.026 in bf16.
 LOSS_BOUNDS = {torch.float32: 0.005, torch.float16: 0.02, torch.bfloat16: 0.1}
-PLAN_BOUND = 0.08  # of the planned peak: in so small a run what the formulas leave out weighs more
-TOKENS = {False: 1500, True: 3500}  # of each row whose memory is measured, by whether it is on a card
-SPARE = 64 * MIB  # is added to the budget on a card, where the allocator's pieces are large for so small a run
+# The largest error of a planned peak, as a share of it. It is larger than for other runs, because what the planner's
+# formulas leave out is a larger share of so small a run.
+PLAN_BOUND = 0.08
+# Tokens of each row in the check `memory`: 3,500 on a card (True), 1,500 elsewhere (False).
+TOKENS = {False: 1500, True: 3500}
+SPARE = 64 * MIB  # added to the budget on a card, whose allocator takes pieces that are large for so small a run
 
 
 def sft_flags(folder: Path, precision: Precision, *further: str) -> list[str]:
-    """Returns flags of an SFT of the shipped model on `folder`/rows.jsonl, in a precision and on its device."""
+    """Returns flags of `sft` for the shipped model and the rows of a `training_folder`, followed by `further`."""
     flags = ["--preset", "tiny"]
     flags += ["--device", precision.device.type]
     flags += ["--dtype", dtype_name(precision.dtype)]
@@ -51,8 +54,8 @@ def sft_flags(folder: Path, precision: Precision, *further: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def place(precision: Precision) -> Iterator[Path]:
-    """Yields a temporary folder with a few short rows to train on."""
+def training_folder(precision: Precision) -> Iterator[Path]:
+    """Yields a temporary folder with 16 short rows to train on, in rows.jsonl; lifts limits on the card at the end."""
     rows = [conversation(q.text, f"The answer is {q.answers[0]}.") for q in questions(16)]
     with tempfile.TemporaryDirectory(prefix="r3lite-doctor-") as name, whole_card(precision.device):
         write_jsonl(Path(name) / "rows.jsonl", rows)
@@ -60,9 +63,9 @@ def place(precision: Precision) -> Iterator[Path]:
 
 
 def train(output: Path, flags: list[str]) -> list[dict]:
-    """Runs SFT and returns the records of its steps.
+    """Runs SFT in this process and returns its metrics, a record per step.
 
-    If it fails, what it printed before is in the check's output.
+    If the run fails, raises R3LiteError. Its own error is in the output of the check.
     """
     sft = command.Command("sft", SftConfig(), partial(supervised.train, ranks=ALONE))
     check_status(sft([*flags, "--output", str(output)]), "the run failed")
@@ -74,55 +77,61 @@ def training(precision: Precision) -> Finding:
     if precision.device.type == "cpu" and precision.dtype == torch.float32:
         return skipped("the CPU in fp32 is the reference")
     steps = ["--max-steps", str(STEPS), "--batch-size", "4", "--learning-rate", "2e-3"]
-    with place(precision) as folder:
+    with training_folder(precision) as folder:
         exact = Precision(torch.float32, CPU)
         reference = train(folder / "cpu", sft_flags(folder, exact, *steps))
         records = train(folder / "device", sft_flags(folder, precision, *steps))
     losses = _losses(records)
     expected = _losses(reference)
-    off = largest(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    difference = largest(abs(a - b) for a, b in zip(losses, expected, strict=True))
     skips = records[-1].get("skipped_steps", 0)
     bound = LOSS_BOUNDS[precision.dtype]
-    message = f"losses {', '.join(f'{loss:.3f}' for loss in losses)}, off by {off:.2g}, {bound:g} allowed"
+    losses_in_words = ", ".join(f"{loss:.3f}" for loss in losses)
+    message = f"losses {losses_in_words}, off by {difference:.2g}, {bound:g} allowed"
     if skips:
         message += f"; {skips} steps skipped"
-    return judged(off <= bound, message, loss_off=off, skipped_steps=skips)
+    return judged(difference <= bound, message, loss_off=difference, skipped_steps=skips)
 
 
 def training_in_fp16(precision: Precision) -> Finding:
-    """Makes the check `training` in fp16, in which cards before Ampere train, whatever the run's dtype is."""
+    """Runs the check `training` in fp16, in which cards before Ampere train, whatever the run's dtype is."""
     if precision.dtype == torch.float16:
         return skipped("same as the check above")
     return training(Precision(torch.float16, precision.device))
 
 
 def memory(precision: Precision) -> Finding:
-    """Compares the peak of a short run of long rows with its plan, under a budget that is enforced on a card."""
+    """Compares the peak memory of a short run with its plan. The budget forces the plan to recompute some layers.
+
+    On a card the budget is enforced.
+    """
     on_card = precision.device.type == "cuda"
     if precision.device.type == "cpu" and precision.dtype == torch.float16:
         precision = Precision(torch.bfloat16, CPU)  # the same sizes; a CPU's products in fp16 take minutes
-    with place(precision) as folder:
-        write_jsonl(folder / "rows.jsonl", [long_row(start, TOKENS[on_card]) for start in (0, 400)])
+    with training_folder(precision) as folder:
+        long_rows = [long_row(start, TOKENS[on_card]) for start in (0, 400)]
+        write_jsonl(folder / "rows.jsonl", long_rows)
         flags = sft_flags(folder, precision, "--batch-size", "1", "--max-length", "4096", "--recompute-layers", "none")
         unlimited, _ = _run(flags, steps=0)
         budget = unlimited.peak - 0.3 * unlimited.allocated  # too little to keep all activations
         if on_card:
             budget += SPARE
-        # A real CUDA allocator counts its own memory; that of a pretended card does not.
-        counts_itself = on_card and torch.cuda.max_memory_allocated() > 0
+        # CUDA's allocator reports its peak. On a CPU, and on the card that tests simulate, LiveTensors counts.
+        allocator_counts = on_card and torch.cuda.max_memory_allocated() > 0
         counter = LiveTensors()
-        occupied = _occupied_card() if on_card else 0
-        with contextlib.nullcontext() if counts_itself else counter:
-            plan, used = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"], occupied=occupied)
+        occupied = _freed_card() if on_card else 0
+        counting = contextlib.nullcontext() if allocator_counts else counter
+        with counting:
+            plan, figures_at_end = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"], occupied=occupied)
     planned = plan.allocated
     peak = counter.peak
     figures = {"budget_mib": plan.budget / MIB}
-    if counts_itself:
+    if allocator_counts:
         peak = torch.cuda.max_memory_allocated() - occupied
         figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
-    elif on_card:  # nothing counts the workspaces of a pretended card
+    elif on_card:  # LiveTensors does not count cuBLAS workspaces
         planned -= THREADS * plan.workload.beside.workspace
-    if used != plan.memory:
+    if figures_at_end != plan.memory:  # the run chose smaller figures when memory ran out
         message = f"out of memory within the planned budget of {plan.budget / MIB:,.0f} MiB"
         return judged(False, message, "Close other programs that use the GPU; else report it with doctor.json.")
     off = peak / planned - 1
@@ -133,19 +142,24 @@ def memory(precision: Precision) -> Finding:
     return judged(abs(off) <= PLAN_BOUND, message, remedy, **figures)
 
 
-def _occupied_card() -> int:
-    """Drops what earlier checks keep on the card, such as workspaces of cuBLAS, and returns the bytes that stay."""
+def _freed_card() -> int:
+    """Frees what earlier checks left on the card, such as workspaces of cuBLAS, and returns the bytes that stay.
+
+    Also resets the allocator's peak.
+    """
     gc.collect()
-    getattr(torch._C, "_cuda_clearCublasWorkspaces", int)()
+    if hasattr(torch._C, "_cuda_clearCublasWorkspaces"):
+        torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     return torch.cuda.memory_allocated()
 
 
 def _run(flags: list[str], steps: int = 2, occupied: int = 0) -> tuple[Plan, Memory]:
-    """Takes the first steps of an SFT, saves nothing, and returns its plan and the figures that it has worked with.
+    """Takes the first steps of an SFT and saves nothing. Returns its plan, and its memory figures after the steps.
 
-    The plan does not count the `occupied` bytes that are on the card already: only the limit that is enforced does.
+    The figures are those of the plan, unless memory ran out. `occupied` bytes of the card are in use already; the limit
+    that is enforced is higher by them, and the plan does not count them.
     """
     config = resolve("sft", SftConfig(), flags)
     trainer = supervised.build_trainer(config, *read_data(config))
@@ -165,28 +179,33 @@ def conversation(question: str, answer: str) -> dict:
 
 
 def long_row(start: int, tokens: int) -> dict:
-    """Returns a row whose answer is about `tokens` tokens of the sample world, from the token `start` on."""
+    """Returns a row whose answer is `tokens` tokens of the text of `sentences`, from the token `start` on."""
     all_tokens = list(chain.from_iterable(sentences(30)))
-    chosen_tokens = all_tokens[start : start + tokens]
-    assert len(chosen_tokens) == tokens
-    text = Tokenizer.load(resolve_folder("tiny")).decode(chosen_tokens)
+    answer_tokens = all_tokens[start : start + tokens]
+    assert len(answer_tokens) == tokens
+    text = Tokenizer.load(resolve_folder("tiny")).decode(answer_tokens)
     return conversation("What is in the encyclopedia?", text)
 
 
 def resume(precision: Precision) -> Finding:
-    """Compares a run that is stopped after two of four steps and resumed with one that is not: equal to the bit."""
-    with place(precision) as folder:
+    """Checks that a run that is stopped after two of four steps and resumed equals an uninterrupted one, to the bit.
+
+    If they differ, the uninterrupted run is repeated. If the repetition differs as well, by at least a tenth of the
+    resumed run's difference, the device does not repeat runs exactly, and the check does not apply.
+    """
+    with training_folder(precision) as folder:
         flags = sft_flags(folder, precision, "--max-steps", "4", "--batch-size", "4", "--lora-dropout", "0.1")
         unbroken = train(folder / "whole", flags)
         train(folder / "parted", [*flags, "--stop-after", "2"])
         resumed = train(folder / "parted", [*flags, "--resume", "auto"])
-        if _same(folder / "whole", folder / "parted") and _repeatable(unbroken) == _repeatable(resumed):
+        if _same_tensors(folder / "whole", folder / "parted") and _repeatable(unbroken) == _repeatable(resumed):
             return judged(True, "weights, optimizer, random streams and metrics are equal to the bit")
         repeated = train(folder / "again", flags)
-        repeats = _same(folder / "whole", folder / "again") and _repeatable(unbroken) == _repeatable(repeated)
+        is_exact_device = _same_tensors(folder / "whole", folder / "again")
+        is_exact_device = is_exact_device and _repeatable(unbroken) == _repeatable(repeated)
     off = _largest_difference(unbroken, resumed)
     noise = _largest_difference(unbroken, repeated)
-    if not repeats and off <= 10 * noise:
+    if not is_exact_device and off <= 10 * noise:
         differ = f"losses of two equal runs differ by {noise:.2g}, of a resumed run by {off:.2g}"
         return skipped(f"this device does not repeat runs exactly: {differ}")
     return judged(False, f"losses of the resumed run differ by {off:.2g}, of equal runs by {noise:.2g}", loss_off=off)
@@ -198,12 +217,12 @@ def _largest_difference(records_a: list[dict], records_b: list[dict]) -> float:
 
 
 def _losses(records: list[dict]) -> list[float]:
-    """Returns the loss of each step; nan where it was no number, which a file of metrics has as null."""
+    """Returns the loss of each step. A loss of nan or infinity, which the metrics store as null, becomes nan."""
     return [float("nan") if record["loss"] is None else record["loss"] for record in records]
 
 
-def _same(run_a: Path, run_b: Path) -> bool:
-    """Returns whether the last checkpoints of two runs hold the same tensors, to the bit."""
+def _same_tensors(run_a: Path, run_b: Path) -> bool:
+    """Returns whether the last checkpoints of two runs, at step 4, hold the same tensors, to the bit."""
     for name in ("weights", "optimizer", "random"):
         file = f"checkpoint-4/{name}.safetensors"
         if (run_a / file).read_bytes() != (run_b / file).read_bytes():
@@ -212,4 +231,5 @@ def _same(run_a: Path, run_b: Path) -> bool:
 
 
 def _repeatable(records: list[dict]) -> str:
+    """Returns, as JSON, the metrics of a run that are equal when the run is repeated: not times, for example."""
     return json.dumps([metrics.repeatable(record) for record in records])

@@ -1,4 +1,4 @@
-"""What checks are made on: the shipped model, and sentences of the sample world."""
+"""What checks run on: the shipped tiny model, and sentences of the sample world."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def tiny(precision: Precision, adapted: bool = False) -> CausalLM:
-    """Returns the shipped model in a precision; if `adapted`, with an adapter that changes its output."""
+    """Returns the shipped model in a precision; if `adapted`, with a random adapter that changes its output."""
     model = load_model(resolve_folder("tiny"), precision.dtype, precision.device)
     if adapted:
         lora.add_adapter(model, "policy", r=4, alpha=8)
@@ -33,14 +33,14 @@ def tiny(precision: Precision, adapted: bool = False) -> CausalLM:
 
 
 def questions(count: int) -> list[Question]:
-    """Returns the first questions of the sample world that training does not see."""
+    """Returns the first `count` test questions of the sample world."""
     return read_questions(shipped("data", "world", "test.jsonl"), count)
 
 
 def sentences(count: int = 4) -> list[list[int]]:
     """Returns a row of tokens for each of `count` questions of the sample world: documents, question and answers.
 
-    Each row has 125 to 191 tokens.
+    Each of the first four rows has 125 to 191 tokens.
     """
     tokenizer = Tokenizer.load(resolve_folder("tiny"))
     rows = []
@@ -59,7 +59,10 @@ def padded(rows: list[list[int]], device: torch.device) -> Tensor:
 
 
 def predicted(logits: Tensor, row: list[int]) -> Tensor:
-    """Returns log-probabilities [n - 1] on the host of a row's tokens after its first, from its logits [>= n, V]."""
+    """Returns log-probabilities [n - 1], on the host, of a row's tokens except the first.
+
+    The row has n tokens; its logits [T, V] may be padded: T >= n.
+    """
     targets = torch.tensor(row[1:], device=logits.device)[:, None]
     logprobs_of_all = logits[: len(row) - 1].float().log_softmax(-1)
     return logprobs_of_all.gather(-1, targets)[:, 0].cpu()
@@ -67,7 +70,7 @@ def predicted(logits: Tensor, row: list[int]) -> Tensor:
 
 @torch.no_grad()
 def logprobs(model: CausalLM, rows: list[list[int]], precision: Precision) -> Tensor:
-    """Returns log-probabilities of all tokens of rows except the first of each, end to end, on the host."""
+    """Returns log-probabilities, on the host, of all tokens of rows except each row's first, rows end to end."""
     with precision.autocast():
         logits = model.logits(model(padded(rows, precision.device)))
     of_rows = [predicted(logits_of_row, row) for logits_of_row, row in zip(logits, rows, strict=True)]
@@ -76,7 +79,7 @@ def logprobs(model: CausalLM, rows: list[list[int]], precision: Precision) -> Te
 
 @contextlib.contextmanager
 def whole_card(device: torch.device):
-    """Lets the process use all of the card again at the end of the `with` block, whatever budget a run enforced."""
+    """Lifts, at the end of its block, the limit that a run in the block may have set on the card's memory."""
     try:
         yield
     finally:

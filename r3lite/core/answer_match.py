@@ -1,7 +1,7 @@
-"""How right an answer is: exact match and F1 as the data sets' official scripts compute them, and ROUGE-L; whether
-it stands in a text, and where a text's sentences end.
+"""How right an answer is: exact match and F1 as the data sets' official scripts compute them, and ROUGE-L.
 
-Rewards, evaluation and data sets share it.
+Also tells whether an answer occurs in a text, and where the sentences of a text end. Rewards, evaluation and data sets
+share this file.
 """
 
 import re
@@ -17,20 +17,25 @@ from r3lite.core.episode import Episode, Question
 Rule = Literal["hotpotqa", "musique"]
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 ARTICLES = re.compile(r"\b(a|an|the)\b")
-# Where a sentence ends: after . ! or ?, but not after an abbreviation nor before a small letter; after an ideographic
-# stop; at a blank line.
+# Matches the end of a sentence and the white space after it.
 SENTENCE = re.compile(
+    # After . ! or ?, with or without a closing quotation mark or bracket, ...
     r"(?:(?<=[.!?])|(?<=[.!?][\"')\]\u201d\u2019]))"
+    # ... but not after an initial or an abbreviation; ...
     r"(?<!\b[A-Z]\.)(?<!\b(?:Mr|Ms|Dr|St|vs|cf)\.)(?<!\b(?:Mrs|Fig)\.)(?<!\bProf\.)(?<!\b[a-z]\.[a-z]\.)"
+    # ... the next sentence begins with no small letter, or with an opening quotation mark or bracket.
     r"\s+(?=[^\Wa-z]|[\"'(\[\u201c\u2018])"
-    r"|(?<=[\u3002\uff01\uff1f])|\n[^\S\n]*\n\s*"
+    # Or after a full stop, exclamation mark or question mark of Chinese or Japanese.
+    r"|(?<=[\u3002\uff01\uff1f])"
+    # Or at a blank line.
+    r"|\n[^\S\n]*\n\s*"
 )
-# Thai, Lao, Burmese, Khmer, kana, and Chinese characters, also in Japanese.
+# The characters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, kana and Chinese characters.
 UNSPACED = re.compile(
     "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
     "\U00020000-\U0003ffff]"
 )
-VERDICTS = ("yes", "no", "noanswer")  # answers that share no credit with others in HotpotQA
+VERDICTS = ("yes", "no", "noanswer")  # answers for which HotpotQA's script gives all of the credit or none
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class Overlap:
 
     @property
     def f1(self) -> float:
-        """The harmonic mean of the two; 0 if either is 0, or negative, as only a mean of cosines can be."""
+        """The harmonic mean of the two; 0 if either is 0 or negative, as only BERTScore's can be."""
         if min(self.precision, self.recall) <= 0:
             return 0.0
         return 2 * self.precision * self.recall / (self.precision + self.recall)
@@ -67,7 +72,7 @@ def question_key(text: str) -> str:
 
 
 def rule_of(question: Question) -> Rule:
-    """Returns HotpotQA's rule for data sets whose gold paragraphs go by title (HotpotQA, 2Wiki), else MuSiQue's."""
+    """Returns HotpotQA's rule if gold paragraphs are named by title (HotpotQA, 2Wiki), else MuSiQue's."""
     return "hotpotqa" if question.gold_by == "title" else "musique"
 
 
@@ -85,8 +90,8 @@ def f1(prediction: str, answers: Iterable[str], rule: Rule = "musique") -> float
 def overlap(prediction: str, answer: str, rule: Rule) -> Overlap:
     """Returns precision and recall of the prediction's words, each counted as often as it occurs.
 
-    `hotpotqa`: both are 0 if a side is yes, no or noanswer and the other differs. `musique`: no such rule, but if a
-    side has no words after normalization, both are 1 if the other has none either, else 0.
+    With `hotpotqa`, precision and recall are 0 if one text is yes, no or noanswer and the other text differs. With
+    `musique`, they are 1 if neither text has words after normalization, and 0 if only one text has none.
     """
     prediction = normalize(prediction)
     answer = normalize(answer)
@@ -133,8 +138,8 @@ def is_right(question: Question, answer: str, min_f1: float) -> bool:
 def split_words(text: str) -> list[str]:
     """Returns the words of a text in lower case: runs of letters with their marks, digits and underscores.
 
-    In scripts that put no spaces between words, each character is a word. A letter with an accent is the same whether
-    the accent is a character of its own or not.
+    In scripts that put no spaces between words, each character is a word. An accent that is a character of its own is
+    joined to its letter.
     """
     if text.isascii():
         return re.findall(r"\w+", text.lower())
@@ -161,13 +166,13 @@ def words(text: str) -> tuple[str, ...]:
     return tuple(word for word in split_words(text) if not ARTICLES.fullmatch(word))
 
 
-def in_a_row(wanted: Sequence[str], words: Sequence[str]) -> bool:
-    """Tells whether the `wanted` words stand among `words` one after the other; False without `wanted` words."""
-    return bool(wanted) and f" {' '.join(wanted)} " in f" {' '.join(words)} "
+def in_a_row(phrase: Sequence[str], text_words: Sequence[str]) -> bool:
+    """Tells whether the words of a phrase stand in a text one after the other; False if the phrase has no words."""
+    return bool(phrase) and f" {' '.join(phrase)} " in f" {' '.join(text_words)} "
 
 
 def stands_in(answer: str, text: str) -> bool:
-    """Tells whether a text has the words of an answer, one after the other."""
+    """Tells whether a text contains the words of an answer, one after the other."""
     return in_a_row(words(answer), words(text))
 
 
@@ -181,7 +186,8 @@ def rouge_l(prediction: str, reference: str) -> Overlap:
     reference_words = re.findall("[a-z0-9]+", reference.lower())
     if not predicted_words or not reference_words:
         return Overlap(0.0, 0.0)
-    # lengths[j]: of the longest subsequence that the predicted words so far share with the first j of the reference.
+    # lengths[j]: the length of the longest subsequence that the predicted words so far share with the first j words of
+    # the reference.
     lengths = [0] * (len(reference_words) + 1)
     for word in predicted_words:
         previous = lengths
@@ -195,7 +201,7 @@ def rouge_l(prediction: str, reference: str) -> Overlap:
 
 
 def combined_score(em: float, f1: float, recall: float, hops: int) -> float:
-    """Returns 0.8 (0.6 EM + 0.3 F1) + 0.2 recall of the gold paragraphs, times the hop weight: up to 1.84."""
+    """Returns (0.8 (0.6 EM + 0.3 F1) + 0.2 recall of the gold paragraphs) times the hop weight: 0 to 1.84."""
     answer_score = 0.6 * em + 0.3 * f1
     return (0.8 * answer_score + 0.2 * recall) * hop_weight(hops)
 

@@ -1,18 +1,19 @@
-"""How progress is shown: as arguments of tqdm, whose bars are for a terminal, and in lines where stderr is none."""
+"""How progress is shown: by bars of tqdm on a terminal, and by printed lines if stderr is no terminal."""
 
 import sys
 import time
 from typing import Any
 
-# A bar within other work: it appears after two seconds, and leaves nothing behind.
+# Arguments of tqdm for a bar within other work: the bar appears after two seconds, and is erased at the end. With
+# `disable` None, tqdm draws no bar if stderr is no terminal.
 BRIEF = {"delay": 2, "leave": False, "disable": None}
 PERIOD = 10.0  # seconds between lines
 
 
 def named(progress: str | None, otherwise: str) -> dict:
-    """Returns the arguments of a bar named `progress`, which stays unless it is within another bar.
+    """Returns the arguments of tqdm for a bar named `progress`. The bar stays at the end, unless it is within another.
 
-    Without a name they are those of a brief bar named `otherwise`.
+    If `progress` is None, returns the arguments of a BRIEF bar named `otherwise`.
     """
     if progress:
         return {"desc": progress, "leave": None, "disable": None}
@@ -20,9 +21,10 @@ def named(progress: str | None, otherwise: str) -> dict:
 
 
 class TimedLines:
-    """Tells on stderr how far some work is, every PERIOD seconds, if its bar is not drawn as stderr is no terminal.
+    """Moves a bar of tqdm. If the bar is not drawn, prints a line about the progress on stderr every PERIOD seconds.
 
-    `bar` is the bar of tqdm, which `update` moves. `name` is what the work is called; without a name nothing is told.
+    A bar is not drawn if stderr is no terminal. `name` is what the lines call the work; if it is None, no line is
+    printed. `unit` is what is counted, in the plural.
     """
 
     def __init__(self, bar: Any, name: str | None, unit: str):
@@ -34,13 +36,13 @@ class TimedLines:
         self.last = self.start
 
     def update(self, count: int = 1) -> None:
-        """Counts work that is done."""
+        """Counts `count` more units of work as done, and moves the bar."""
         self.bar.update(count)
         self.done += count
         self.tick()
 
     def tick(self) -> None:
-        """Prints a line if it is time for one; called often, also while nothing is done."""
+        """Prints a line if PERIOD seconds have passed since the last one. May be called often, also between updates."""
         now = time.monotonic()
         if self.name is None or not self.bar.disable or now - self.last < PERIOD:
             return

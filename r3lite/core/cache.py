@@ -7,7 +7,8 @@ from r3lite.core.files import PART, sole_writer
 
 CACHE = "~/.cache/r3lite"
 CLEAR = "python -m r3lite.doctor --clear-cache"
-# Patterns of names, by what is kept under them. All of it is made again when it is needed.
+# What is kept in the cache, and the pattern of its files' or folders' names. Anything that was removed is made again
+# when it is needed.
 KINDS = {
     "NF4 weights": "[!.]*-nf4-*",
     "GGUF tokenizers": "[!.]*-gguf-*",
@@ -25,7 +26,7 @@ def size_of(place: Path) -> int:
 
 
 def places() -> dict[str, list[Path]]:
-    """Returns the files and folders of each kind that there are."""
+    """Returns the files and folders in the cache by kind. Kinds of which there is nothing are left out."""
     folder = Path(CACHE).expanduser()
     by_kind = {}
     for kind, pattern in KINDS.items():
@@ -43,8 +44,11 @@ def summary() -> str:
     return f"{size / 1e6:,.0f} MB in {CACHE}: {kinds}"
 
 
-def _written_as(entry: Path) -> Path:
-    """Returns what `.NAME.PID.part` becomes, NAME, whose lock its writer holds; other entries as they are."""
+def _finished_path(entry: Path) -> Path:
+    """Returns the path that an entry has when it is finished: `.NAME.PID.part` is then called NAME.
+
+    Its writer holds the lock of this path. The path of a finished entry is its own.
+    """
     if not entry.name.endswith(PART):
         return entry
     name, _, _ = entry.name.removeprefix(".").removesuffix(PART).rpartition(".")
@@ -52,10 +56,13 @@ def _written_as(entry: Path) -> Path:
 
 
 def clear() -> None:
-    """Removes what is cached; raises R3LiteError if another process writes a part of it. Other files stay."""
+    """Removes the files and folders of all KINDS. Other files in the folder stay.
+
+    Raises R3LiteError at an entry that another process writes; entries before it are gone by then.
+    """
     for entries in places().values():
         for entry in entries:
-            with sole_writer(_written_as(entry), folder=False):
+            with sole_writer(_finished_path(entry), folder=False):
                 if entry.is_dir():
                     shutil.rmtree(entry)
                 else:

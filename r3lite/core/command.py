@@ -12,21 +12,22 @@ from typing import Any
 from r3lite.core import inherited
 from r3lite.core.command_names import DISTRIBUTED
 from r3lite.core.config import check_required, flat, sections
-from r3lite.core.environment import ignore_output, print_anything, spare_the_machine
+from r3lite.core.environment import escape_unencodable, ignore_output, spare_the_machine
 from r3lite.core.errors import R3LiteError, UsageError, reason
 from r3lite.core.exit_status import DONE, FAILED, INTERRUPTED, TERMINATED, USAGE, Terminated, terminate
-from r3lite.core.inputs import check_inputs, missing_inputs
+from r3lite.core.inputs import check_inputs, wrong_inputs
 from r3lite.core.invocation import resolve
-from r3lite.core.processes import say_error, world
+from r3lite.core.processes import say_error, torchrun_world
 
-# The numbers of errors of writing and flushing a file, which name no path. Errors of a network have other numbers.
+# The error numbers of an OSError from writing or flushing a file. Such an error names no path. Errors of a network name
+# none either, but have other numbers.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def describe(config: Any, default: Any) -> str:
-    """Returns the resolved settings for `--dry-run`: what differs from the defaults, missing inputs, then all by group.
+    """Returns what `--dry-run` prints: the settings that differ from the defaults, wrong inputs, then all settings.
 
-    `default` are the command's settings without any that were set.
+    `default` has the command's settings before any is set.
     """
     values = flat(config)
     width = max(map(len, values))
@@ -39,7 +40,7 @@ def describe(config: Any, default: Any) -> str:
             elif name in config.inherited:
                 source = f"from {config.inherited[name]}"
             lines.append(f"  {name:<{width}}  {values[name]}  ({source})")
-    lines += [f"missing: {missing.cause}" for missing in missing_inputs(config)]
+    lines += [f"missing: {wrong_input.cause}" for wrong_input in wrong_inputs(config)]
     lines.append("")
     for section in sections(config).values():
         heading = type(section).__doc__.strip().splitlines()[0].rstrip(".")
@@ -50,37 +51,36 @@ def describe(config: Any, default: Any) -> str:
 
 @dataclass(frozen=True)
 class Command:
-    """Runs a command: its name, its settings by default, and the work that it does with those that were resolved.
-
-    `plan` adds lines to what `--dry-run` prints. `table` names the command whose table of a TOML file is read, by
-    default this one's. `reads_inputs` is False if the inputs that settings name need not be there.
-    """
+    """A command: resolves its settings, does its work and turns errors into messages and an exit status."""
 
     name: str
-    default: Any
-    work: Callable[[Any], None]
-    plan: Callable[[Any], str] | None = None
-    table: str | None = None
-    reads_inputs: bool = True
+    default: Any  # the command's settings before any is set
+    work: Callable[[Any], None]  # takes the resolved settings
+    plan: Callable[[Any], str] | None = None  # takes the resolved settings; returns what `--dry-run` prints below them
+    table: str | None = None  # the table of a TOML file that is read; None: the one with the command's name
+    reads_inputs: bool = True  # False: files and folders that settings name need not exist
 
     def __call__(self, argv: list[str] | None = None) -> int:
-        """Resolves the settings, by default from the command line's arguments, does the work, and returns the status.
+        """Runs the command with the arguments `argv`, by default those of the process; returns its exit status.
 
-        See core/exit_status.py for what it means.
+        See core/exit_status.py for what the status means.
         """
-        if not world().rank:
+        if argv is None:
+            argv = sys.argv[1:]
+        is_first_process = torchrun_world().rank == 0
+        if is_first_process:
             return self._run(argv)
-        # Of several processes the first alone prints; errors are printed by all (`say_error`).
+        # Every other process started by torchrun prints nothing but errors: `say_error` writes to the original stderr.
         with open(os.devnull, "w", encoding="utf-8") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
             return self._run(argv)
 
-    def _run(self, argv: list[str] | None) -> int:
+    def _run(self, argv: list[str]) -> int:
         """Does the work and turns each foreseeable exception into a message and a status."""
         spare_the_machine()
-        print_anything()
+        escape_unencodable()
         try:
-            self._resolve_and_work(sys.argv[1:] if argv is None else argv)
-            sys.stdout.flush()  # here, where a broken pipe is caught
+            self._resolve_and_work(argv)
+            sys.stdout.flush()  # so that a broken pipe raises here, where it is caught
             return DONE
         except UsageError as error:
             say_error(f"r3lite.{self.name}: {error}")
@@ -91,7 +91,8 @@ class Command:
             ignore_output()
             return FAILED
         except OSError as error:
-            if error.filename is None and error.errno not in DISK_ERRORS:  # an error of the network, or a bug of ours
+            is_about_file = error.filename is not None or error.errno in DISK_ERRORS
+            if not is_about_file:  # an error of the network, or a bug of r3lite: shown with its traceback
                 raise
             remedy = "Check the disk space and the permissions of the path, or pass another --output."
             place = f"{error.filename}: " if error.filename else ""
@@ -106,18 +107,18 @@ class Command:
             say_error("\ninterrupted")
             return INTERRUPTED
         except Terminated:
-            if world().size > 1:
+            if torchrun_world().size > 1:
                 say_error("\nterminated: torchrun stops all processes when it is stopped, or when one of them fails")
             return TERMINATED
 
     def _resolve_and_work(self, argv: list[str]) -> None:
         config = resolve(self.name, self.default, argv, self.table)
         config.check_settings(self.table or self.name)
-        processes = world().size
+        processes = torchrun_world().size
         if processes > 1 and self.name not in DISTRIBUTED:
-            alone = f"torchrun has started {processes} processes, and {self.name} is one: python -m r3lite.{self.name}"
+            cause = f"torchrun has started {processes} processes, and {self.name} is one: python -m r3lite.{self.name}"
             raise UsageError(
-                f"{alone}. Only {' and '.join(DISTRIBUTED)} can run in several", code="processes-unsupported"
+                f"{cause}. Only {' and '.join(DISTRIBUTED)} can run in several", code="processes-unsupported"
             )
         if config.common.dry_run:
             print(describe(config, self.default))

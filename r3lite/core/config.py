@@ -1,7 +1,8 @@
 """What a setting is: a field of a frozen dataclass, with its type, bounds, traits and help.
 
-A command's settings are a frozen dataclass of sections; a section is a frozen dataclass of scalars. The flag of a
-field is its name, its help is the string under it, its bounds and traits are in its type.
+A command's settings are a frozen dataclass whose fields are sections. A section is a frozen dataclass whose fields are
+settings: scalars, or tuples of scalars. A setting's flag is the name of the field, its help is the string under the
+field, and its bounds and traits are in the field's annotation.
 """
 
 import ast
@@ -22,6 +23,7 @@ from r3lite.core.errors import UsageError, nearest
 
 
 def flag(name: str) -> str:
+    """Returns the flag of a setting, such as `--top-k` for `top_k`."""
     return "--" + name.replace("_", "-")
 
 
@@ -51,7 +53,7 @@ class Origin(enum.Enum):
 
 
 class Trait(enum.Enum):
-    """Names what is true of some settings. It stands in the annotation, as bounds do; `settings_with` finds it."""
+    """A property that some settings have. It stands in the annotation of the setting's field."""
 
     FREE = "a resumed run may change it, as it changes no number"
     BARE = "it may stand on the command line without its flag"
@@ -62,7 +64,7 @@ class Trait(enum.Enum):
 
 @dataclass(frozen=True)
 class Required:
-    """The setting, or one of those in `instead`, must be given, except in a dry run. `hint`: what to pass."""
+    """The setting, or one of those named in `instead`, must be given, except in a dry run. `hint` says what to pass."""
 
     hint: str
     instead: tuple[str, ...] = ()
@@ -80,17 +82,18 @@ def no_fault(path: str) -> str:
 class InputPath:
     """The setting names files or folders that are read. A dry run tells which of them are missing."""
 
-    noun: str = "file"  # what the file or folder is called in an error
-    remedy: str = ""  # what to pass instead; if given, a missing path is an error before the work begins
-    named: Callable[[str], bool] = never  # whether a value is no path, but the name of something such as a data set
-    fault: Callable[[str], str] = no_fault  # what is wrong with a path that exists; empty: nothing
+    noun: str = "file"  # what an error calls the file or folder
+    remedy: str = ""  # what to pass instead; if it is not empty, a wrong path is an error before the work begins
+    is_name: Callable[[str], bool] = never  # tells whether a value is no path, but a name such as that of a data set
+    # Takes a path that exists; returns what an error says after the path, such as " has no adapter"; empty: no error.
+    fault: Callable[[str], str] = no_fault
     has_names: bool = False  # values are NAME=PATH, see `name_and_path`
 
 
 def name_and_path(entry: str) -> tuple[str, str]:
     """Returns the name and the path of NAME=PATH; if `entry` is only a path, the name is empty.
 
-    The first "=" divides them, unless a separator of folders stands before it: runs/lr=1e-4 is a path.
+    The name ends at the first "=". If there is a slash before this "=", as in runs/lr=1e-4, `entry` is only a path.
     """
     name, equals, path = entry.partition("=")
     if not equals or "/" in name or "\\" in name:
@@ -110,14 +113,15 @@ Free = Annotated[T, Trait.FREE]
 Basic = Annotated[T, Trait.BASIC]
 OfIndex = Annotated[T, Trait.OF_INDEX]
 OfRun = Annotated[T, Trait.OF_RUN]
-MOST = 10**9  # beyond it, sums and products of settings overflow; no use needs as much
+MOST = 10**9  # with larger settings, their sums and products overflow; no run needs larger ones
 Count = Annotated[int, Bounds(low=1, high=MOST)]
 Whole = Annotated[int, Bounds(low=0, high=MOST)]
-Tokens = Annotated[int, Bounds(low=1, high=1 << 20)]  # more than any model takes
+Tokens = Annotated[int, Bounds(low=1, high=1 << 20)]  # no model takes more tokens
 Positive = Annotated[float, Bounds(above=0, high=MOST)]
 NonNegative = Annotated[float, Bounds(low=0, high=MOST)]
 Fraction = Annotated[float, Bounds(low=0, high=1)]
-ANY = "any value"  # in Section.implied
+ANY = "any value"  # a key in Section.implied
+# What a value of each type must be, as errors say it.
 WANTED = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
 
 
@@ -132,12 +136,13 @@ class Frozen:
 class Section(Frozen):
     """Base of every group of settings; its docstring's first line is the group's heading in `--help`."""
 
-    # Name of a setting -> its value, or ANY for every value -> settings that the choice implies, unless they are given.
+    # By the name of a setting and by its value, as text, or ANY for all values but none: the settings that this choice
+    # implies, by name. A setting that the user sets is not changed.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
-    needs: typing.ClassVar[tuple[Any, ...]] = ()  # conditions without which its settings do nothing (needs.py)
+    needs: typing.ClassVar[tuple[Any, ...]] = ()  # `Needs`: conditions without which settings have no effect (needs.py)
 
     def check(self) -> None:
-        """Raises UsageError if its settings contradict each other; called when all sources are read."""
+        """Raises UsageError if the settings contradict each other. Called once flags and files are read."""
 
 
 @functools.cache
@@ -171,17 +176,18 @@ def flat(config: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Holds what a field's annotation says: how to read the value from text, how to check it, and its traits."""
+    """What the annotation of a setting says: how to read its value from text, how to check it, and its traits."""
 
-    scalar: type
-    optional: bool = False
-    count: int | None = 1  # of values; None: any number of them, but one at least
-    choices: tuple = ()
+    scalar: type  # of the value, or of each value of a tuple
+    optional: bool = False  # the value may be None, which is written as `none`
+    count: int | None = 1  # number of values: 1, that of a tuple, or None for a tuple of one or more
+    choices: tuple = ()  # the only values allowed; empty: all
     bounds: Bounds | None = None
     traits: tuple[Trait | Required | Alias | InputPath, ...] = ()
 
     @staticmethod
     def of(annotation: Any) -> "Kind":
+        """Returns the kind of a setting with this annotation."""
         origin = typing.get_origin(annotation)
         arguments = typing.get_args(annotation)
         if origin is Annotated:
@@ -205,7 +211,10 @@ class Kind:
         return dataclasses.replace(kind, bounds=bounds, traits=kind.traits + traits)
 
     def convert(self, name: str, value: Any) -> Any:
-        """Returns a value from text or TOML as the field's type; raises UsageError, which calls it `name`."""
+        """Returns a value from the command line or TOML in the setting's type.
+
+        Raises UsageError if the value is wrong; the error calls it `name`.
+        """
         if value is None:
             return None
         if self.optional and value in ("none", ["none"]) and "none" not in self.choices:
@@ -234,17 +243,18 @@ class Kind:
 
     def _converted_scalar(self, name: str, value: Any) -> Any:
         try:
+            # Each ValueError is turned into a UsageError below. First what Python would convert without an error:
             if isinstance(value, bool) != (self.scalar is bool):
-                raise ValueError
+                raise ValueError  # int(True) is 1, and bool("no") is True
             if self.scalar is str and not isinstance(value, str):
-                raise ValueError
+                raise ValueError  # str() takes anything
             if self.scalar is int and isinstance(value, float):
-                raise ValueError
+                raise ValueError  # int(1.5) is 1
             value = self.scalar(value)
             if self.scalar is float and not math.isfinite(value):
                 raise ValueError  # nan passes every comparison with a bound
         except (TypeError, ValueError, OverflowError):
-            # A type of settings says in its docstring what its values must be.
+            # A class such as RewardEntry says in the first line of its docstring what its values must be.
             wanted = WANTED.get(self.scalar) or self.scalar.__doc__.splitlines()[0]
             raise UsageError(f"{name} is {value!r}; it must be {wanted}", code="wrong-type") from None
         if self.bounds:
@@ -260,7 +270,7 @@ def kinds_of(cls: type) -> dict[str, Kind]:
 
 
 def input_path(kind: Kind) -> InputPath | None:
-    """Returns what a setting says of the files that it names; None if it names none."""
+    """Returns the InputPath among a setting's traits; None if the setting names no files."""
     return next((trait for trait in kind.traits if isinstance(trait, InputPath)), None)
 
 
@@ -277,6 +287,7 @@ def check_required(config: Any) -> None:
             for trait in kind.traits:
                 if not isinstance(trait, Required):
                     continue
-                if not any(values.get(way) for way in (name, *trait.instead)):
+                is_given = any(values.get(alternative) for alternative in (name, *trait.instead))
+                if not is_given:
                     missing = f"no {name} given" if Trait.BARE in kind.traits else f"{flag(name)} is missing"
                     raise UsageError(f"{missing}: {trait.hint}", code="setting-missing")

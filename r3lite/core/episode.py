@@ -13,7 +13,8 @@ from r3lite.core.records import Record
 ANSWERED = "answered"
 CUT_OFF = "cut_off"
 MALFORMED = "malformed"
-# The last turn searched although it had to answer. Only with --learn answer, which samples last turns anew.
+# The last turn searched although it had to answer. Occurs only with --learn answer, which samples the last turn of an
+# episode several times (`Sequence.reopened`).
 SEARCHING = "searching"
 
 
@@ -21,9 +22,8 @@ SEARCHING = "searching"
 class Document:
     """Holds a passage of a corpus or a paragraph that came with a question.
 
-    `score` and `source`, the retriever's name, are added by a retriever and are not part of the passage: they are not
-    written to files, and equality ignores them. `metadata` are further fields of the corpus, by which searches can be
-    filtered.
+    A retriever sets `score` and `source`, its own name. They are not part of the passage: they are not written to
+    files, and equality ignores them. `metadata` are further fields of the corpus; searches can be filtered by them.
     """
 
     id: str
@@ -47,7 +47,7 @@ class Document:
 
 
 def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
-    """Returns the strings, numbers and booleans of a record's `metadata`, sorted by name, without other values."""
+    """Returns pairs (name, value) of a record's `metadata`, sorted by name. Leaves out lists, objects and nulls."""
     fields = record.values.get("metadata")
     if not isinstance(fields, dict):
         return ()
@@ -57,27 +57,27 @@ def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
 
 @dataclass(frozen=True)
 class Hop:
-    """Holds one step of a gold decomposition."""
+    """Holds one sub-question of a gold decomposition, which splits a multi-hop question into single-hop ones."""
 
-    # May be only a name to look up, instead of a question. In it "#1" stands for the answer of the first hop, "#2" for
-    # that of the second.
+    # Some data sets have a name to look up here instead of a question. "#1" in the text stands for the answer of the
+    # first hop, "#2" for the answer of the second.
     question: str
     answer: str
     document: Document | None = None
-    evidence: tuple[str, ...] = ()  # sentences of the document that state the answer, if they are known
+    evidence: tuple[str, ...] = ()  # sentences of the document that state the answer; empty: the data set names none
 
 
 def folded(text: str) -> str:
-    """Returns the text without differences of case and white space."""
+    """Returns the text case-folded, with one space for each run of white space."""
     return " ".join(text.split()).casefold()
 
 
 @dataclass(frozen=True)
 class Question:
-    """Holds a question with what its data set has about it.
+    """Holds a question, and what its data set says about it.
 
-    `source` chooses the layout of the episode: in training it is the name of the question's data set in [[sources]], in
-    the server the name of a layout (`answering_live.layouts_of`). The `source` of a `Document` is a retriever's name.
+    `source` chooses the layout of the episode. In training it is the name of the question's data set in [[sources]], in
+    the server the name of a layout (`answering_live.layouts_of`). It has nothing to do with `Document.source`.
     """
 
     id: str
@@ -85,8 +85,8 @@ class Question:
     answers: tuple[str, ...]  # accepted answers
     documents: tuple[Document, ...] = ()  # the paragraphs that come with the question
     gold: tuple[Document, ...] = ()  # the supporting paragraphs
-    # How a passage of any corpus is recognized as gold: by title in HotpotQA and 2Wiki, whose titles are unique; by
-    # title and text in MuSiQue, where several paragraphs have the same title.
+    # How a retrieved passage is recognized as a gold paragraph. "title": the titles are equal (HotpotQA and 2Wiki,
+    # whose titles are unique). "text": titles and texts match (MuSiQue, where several paragraphs have the same title).
     gold_by: Literal["title", "text"] = "text"
     hops: tuple[Hop, ...] = ()  # the gold decomposition, if the data set has one
     type: str = ""  # the data set's type of question, such as bridge or comparison
@@ -96,13 +96,13 @@ class Question:
 
     @property
     def hop_count(self) -> int:
-        """Returns the length of the decomposition; without one the number of gold paragraphs, and without these 1."""
+        """Returns the number of hops of the decomposition; if there is none, of gold paragraphs; else 1."""
         return len(self.hops) or len(self.gold) or 1
 
     def gold_index(self, document: Document) -> int | None:
-        """Returns the index in `gold` of the paragraph that `document` shows; None if it shows none of them.
+        """Returns the index in `gold` of the paragraph that `document` shows; None if it is no gold paragraph.
 
-        One of the two texts may be only a part of the other.
+        `gold_by` says how it is recognized. Texts match if one is a part of the other, because passages may be cut.
         """
         for i, gold in enumerate(self.gold):
             if folded(gold.title) != folded(document.title):
@@ -122,7 +122,7 @@ class Question:
             return gold_index
         return folded(document.title) if self.gold_by == "title" else document.id
 
-    def gold_found(self, documents: Iterable[Document]) -> set[int]:
+    def gold_indices(self, documents: Iterable[Document]) -> set[int]:
         """Returns the indices of the gold paragraphs among `documents`."""
         return {index for index in map(self.gold_index, documents) if index is not None}
 
@@ -141,10 +141,11 @@ class Search:
 
     query: str
     documents: tuple[Document, ...] = ()
-    kind: str = ""  # the kind of source to search, such as News, in formats that name one; it chooses the retriever
+    # The kind of source to search, such as News; it chooses the retriever. Empty: the format names no kinds.
+    kind: str = ""
 
     def to_json(self) -> dict:
-        """Returns the search's JSON form. Its `kind` has the key "source"."""
+        """Returns the search's JSON form. There the key of `kind` is "source"."""
         record = {"query": self.query, "documents": [document.to_json() for document in self.documents]}
         if self.kind:
             record["source"] = self.kind
@@ -192,7 +193,8 @@ class Step:
     def to_json(self) -> dict:
         """Returns the step's JSON form.
 
-        A single search without a kind of source has the keys `query` and `documents`; others are in `searches`.
+        If the step has one search, without a `kind`, its keys `query` and `documents` are keys of the step. Otherwise
+        the searches are a list at the key `searches`.
         """
         record = {"analysis": self.analysis}
         if len(self.searches) == 1 and not self.searches[0].kind:
@@ -212,7 +214,7 @@ class Step:
         if "query" in record and "searches" in record:
             raise record.error("has both 'query' and 'searches'")
         if record.text("query", None, blank=True) is not None:
-            searches = [record]  # a single search has its keys in the step itself, see to_json
+            searches = [record]  # the keys of the single search are keys of the step, see to_json
         else:
             searches = record.records("searches", ())
         return Step(
@@ -230,17 +232,17 @@ class Episode:
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    # How it ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING; None while a transcript goes on. The default is for
-    # episodes that no engine has sampled, such as those read from a file.
+    # How the episode ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING. None: it goes on. An episode that no engine has
+    # sampled, such as a trajectory read from a file, has the default, whatever its end.
     finish: str | None = CUT_OFF
-    tokens_written: int | None = None  # how many tokens the model wrote; None: not known, as for a trajectory
-    failure: str | None = None  # why the retriever failed at a query, if it did: the episode must not be scored then
+    tokens_written: int | None = None  # number of tokens that the model wrote; None: not known, as for a trajectory
+    failure: str | None = None  # why the retriever failed at a query; the episode must not be scored. None: no failure
 
     @property
     def is_void(self) -> bool:
-        """Returns whether the episode has no reward, whichever rewards the settings ask for.
+        """Returns whether no reward can be given for the episode, whichever rewards the settings choose.
 
-        The retriever failed at a query, or the last turn searched although it had to answer.
+        This is so if the retriever failed at a query, or if the last turn searched although it had to answer.
         """
         return bool(self.failure) or self.finish == SEARCHING
 
@@ -266,11 +268,11 @@ class Episode:
         return len(self.queries)
 
     def new_gold(self) -> list[set[int]]:
-        """Returns, for each step, the indices of the gold paragraphs that it retrieved and no earlier step did."""
+        """Returns for each step the indices of the gold paragraphs that this step was the first to retrieve."""
         retrieved: set[int] = set()
         by_step = []
         for step in self.steps:
-            new = self.question.gold_found(step.documents) - retrieved
+            new = self.question.gold_indices(step.documents) - retrieved
             retrieved |= new
             by_step.append(new)
         return by_step
@@ -286,7 +288,7 @@ class Episode:
     def to_json(self) -> dict:
         """Returns a line of episodes.jsonl or predictions.jsonl, without rewards and scores.
 
-        `gold_found` has the ids of the retrieved documents that are gold paragraphs, if the question has any.
+        If the question has gold paragraphs, `gold_found` has the ids of the retrieved documents that show one of them.
         """
         record = {
             "id": self.question.id,
@@ -313,32 +315,36 @@ class Failure:
     reason: str
 
 
-# From pairs (question, query) to the documents of each query, best first, or its failure.
+# A retriever as a function: from pairs (question, query) to one entry per pair, in order. The entry is the documents of
+# the query, best first, or the failure of the query.
 Retrieve = Callable[[list[tuple[Question, str]]], list[list[Document] | Failure]]
 
 
 @dataclass(frozen=True)
 class Routes:
-    """Holds a default retriever, and retrievers for some kinds of source. `retrieve_all` chooses among them."""
+    """Holds a default retriever, and retrievers for some kinds of source. `retrieve_all` chooses one per search."""
 
     default: Retrieve  # for searches that name no kind, or a kind without a retriever
-    of_kind: Mapping[str, Retrieve]  # by the kind of source, Search.kind
+    by_kind: Mapping[str, Retrieve]  # by the kind of source, Search.kind
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
-        """Searches with the default retriever, as these pairs name no kind of source."""
+        """Searches with the default retriever, because the pairs name no kind of source."""
         return self.default(pairs)
 
 
 def retrieve_all(retrieve: Retrieve, searches: Sequence[tuple[Question, Search]]) -> list[list[Document] | Failure]:
-    """Returns the outcome of each search, in order. Each retriever is called once, with all searches of its kind."""
+    """Returns the documents or the failure of each search, in order.
+
+    Each retriever is called at most once, with all searches of its kind.
+    """
     routes = retrieve if isinstance(retrieve, Routes) else Routes(retrieve, {})
-    indices_by_kind: dict[str, list[int]] = {}  # "": the default retriever
+    indices_by_kind: dict[str, list[int]] = {}  # indices of searches; the kind "" has the default retriever
     for i, (_, search) in enumerate(searches):
-        kind = search.kind if search.kind in routes.of_kind else ""
+        kind = search.kind if search.kind in routes.by_kind else ""
         indices_by_kind.setdefault(kind, []).append(i)
     outcomes: dict[int, list[Document] | Failure] = {}  # by the index of the search
     for kind, indices in indices_by_kind.items():
-        retrieve_kind = routes.of_kind.get(kind, routes.default)
+        retrieve_kind = routes.by_kind.get(kind, routes.default)
         pairs = []
         for i in indices:
             question, search = searches[i]

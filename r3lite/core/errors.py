@@ -38,7 +38,7 @@ class NotFinite(R3LiteError):
 def nearest(word: str, names: Iterable[str], prefix: str = "") -> str:
     """Returns ` (did you mean X?)` with the name that is most like the word, or nothing if none is.
 
-    `prefix` is shown before the name, such as the folder that it is in.
+    `prefix` is printed before the name, such as the folder of a file.
     """
     cutoff = 0.6
     if len(word) == 2:
@@ -61,13 +61,16 @@ def reason(error: Exception) -> str:
 def explained(
     kinds: type[Exception] | tuple[type[Exception], ...], cause: str, remedy: str, *, code: str
 ) -> Iterator[None]:
-    """Turns exceptions of these kinds into an R3LiteError: `cause`, followed by their message, and `remedy`."""
+    """Turns exceptions of these kinds that its block raises into an R3LiteError with this remedy.
+
+    Its cause is `cause` followed by the exception's message and, unless `cause` has it, the exception's file.
+    """
     try:
         yield
     except kinds as error:
         message = reason(error)
         filename = str(getattr(error, "filename", None) or "")
-        if filename not in cause:
+        if filename not in cause:  # "" is in any cause
             message = f"{message}: {filename}"
         raise R3LiteError(f"{cause}: {message}", remedy, code=code) from error
 

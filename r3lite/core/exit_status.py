@@ -19,7 +19,10 @@ def terminate(signum, frame):
 
 
 def check_status(status: int, cause: str, remedy: str = "") -> None:
-    """Raises what the exit status of a command that was run here stands for: an interruption, or R3LiteError."""
+    """Raises the exception that the exit status of a command stands for; nothing if the status is DONE.
+
+    The exception is KeyboardInterrupt, Terminated or, for a failure, R3LiteError with `cause` and the status.
+    """
     if status == INTERRUPTED:
         raise KeyboardInterrupt
     if status == TERMINATED:

@@ -1,5 +1,8 @@
-"""Files written whole or not at all, places with one writer at a time, JSON files read with errors that name file and
-line, and where files lie that travel with r3lite."""
+"""Reading and writing of files.
+
+Files are written whole or not at all, and an output has one writer at a time. Errors about JSON files name the file and
+the line. `shipped` finds the files that are shipped with r3lite.
+"""
 
 import codecs
 import contextlib
@@ -21,20 +24,23 @@ from typing import Any, BinaryIO
 from r3lite.core.errors import R3LiteError, UsageError, explained, nearest, reason
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
-MAX_TEXT = 1 << 28  # bytes of a file that is read whole, or of one line of JSON lines
-PART = ".part"  # suffix of what is being written; a kill leaves it, and `sweep` removes it at the next start
-LOCK = ".lock"
-LOCK_SECONDS = 0.1  # to find out whether a lock file that is taken is just being removed
-GGUF_POINTER = "gguf.json"  # in the folder made of a GGUF file: where that file is
+MAX_TEXT = 1 << 28  # the most bytes of a text file that is read whole, or of one line of JSON lines
+PART = ".part"  # suffix of a file or folder that is being written; if its writer is killed, `sweep` removes it later
+LOCK = ".lock"  # name of the lock file in a folder; suffix of the name of a lock file beside an output
+LOCK_SECONDS = 0.1  # how long to wait for a lock: its holder may just be ending
+GGUF_POINTER = "gguf.json"  # in a model folder made from a GGUF file: says where that file is
 ON_WINDOWS = os.name == "nt"
-PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries
-PIECE = 1 << 16  # bytes
-PIECES = 256  # pieces of a file that are enough to tell weights apart
+PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries to rename a file on Windows
+PIECE = 1 << 16  # bytes of a piece that fingerprints read
+PIECES = 256  # how many pieces of a large file a fingerprint covers; so many tell different weights apart
 MEND_LINE = "Fix or remove the line, or pass --skip-bad-rows."
 
 
 def shipped(*parts: str) -> Path:
-    """Returns a file or folder that travels with r3lite: inside the package in a wheel, beside it in a checkout."""
+    """Returns the path of a file or folder shipped with r3lite, which may not exist.
+
+    In a wheel it is inside the package, in a checkout beside the package.
+    """
     package = Path(__file__).parents[1]
     in_package = package.joinpath(*parts)
     if in_package.exists():
@@ -45,14 +51,14 @@ def shipped(*parts: str) -> Path:
 def check_writable(folder: Path) -> None:
     """Makes a folder if it does not exist; raises OSError if nothing can be written into it."""
     folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()  # permissions alone do not tell
+    tempfile.TemporaryFile(dir=folder).close()  # tries it: the folder's permissions do not tell for sure
 
 
 def move(source: str | Path, target: str | Path) -> None:
-    """Renames a file or folder, over a file that is there.
+    """Renames a file or folder; a file that has the new name is replaced.
 
-    What another program holds open cannot be renamed on Windows (a virus scanner looks at each new file): there it is
-    tried again for some seconds.
+    Windows cannot rename a file that another program has open, such as a virus scanner that looks at each new file. So
+    on Windows the renaming is tried again for some seconds.
     """
     pauses = PAUSES if ON_WINDOWS else ()
     for pause in pauses:
@@ -64,15 +70,15 @@ def move(source: str | Path, target: str | Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a text file by way of a temporary one beside it, so that a crash leaves the old file or the new one."""
-    with _to_write(path) as path:
-        temporary = path.with_name(f".{path.name}.{os.getpid()}{PART}")
+    """Writes a text file by way of a temporary file beside it, so that a crash leaves the old file or the new one."""
+    with _write_target(path) as target:
+        temporary = target.with_name(f".{target.name}.{os.getpid()}{PART}")
         try:
             with open(temporary, "w", encoding="utf-8", newline="\n") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            move(temporary, path)
+            move(temporary, target)
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -87,7 +93,7 @@ def write_jsonl(path: str | Path, records: Iterable[dict]) -> None:
 
 def append_jsonl(path: str | Path, records: Iterable[dict]) -> None:
     """Adds whole lines to a file and waits until they are on the disk."""
-    with _to_write(path) as path, open(path, "a", encoding="utf-8", newline="\n") as file:
+    with _write_target(path) as target, open(target, "a", encoding="utf-8", newline="\n") as file:
         file.write(_json_lines(records))
         file.flush()
         os.fsync(file.fileno())
@@ -98,13 +104,13 @@ def _json_lines(records: Iterable[dict]) -> str:
 
 
 @contextlib.contextmanager
-def _to_write(path: str | Path) -> Iterator[Path]:
-    """Yields where a path leads, and makes its folder: a link is written through, and not replaced by a file.
+def _write_target(path: str | Path) -> Iterator[Path]:
+    """Makes the folder of a path and yields the file to write: that to which the path leads, if the path is a link.
 
-    Adds the path to an OSError of the block, since errors of writing or flushing (a full disk) name none.
+    Adds the path to an OSError of its block, since errors of writing or flushing (a full disk) name no path.
     """
     target = Path(os.path.realpath(path))
-    if target.is_symlink():
+    if target.is_symlink():  # a loop of links leads to no file
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -116,12 +122,12 @@ def _to_write(path: str | Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
-    """Keeps every other process from writing to an output as long as the context lasts.
+    """Keeps every other process from writing to an output while its block runs.
 
-    Raises R3LiteError if another process has it. The lock is the operating system's, which drops it when the process
-    dies, so that a run that was killed blocks nobody. It is on the file `.lock` in the folder `output`, which is made,
-    or with `folder=False` on `.<name>.lock` beside the file or folder `output`. Folders that this call has made are
-    removed at the end, unless something was written there.
+    Raises R3LiteError if another process has locked the output. The operating system releases the lock of a process
+    that dies, so that a run that was killed blocks nobody. The lock is on the file `.lock` in the folder `output`,
+    which is made, or with `folder=False` on the file `.<name>.lock` beside the file or folder `output`. Folders that
+    this call has made are removed at the end if they are empty.
     """
     place = Path(os.path.realpath(output))
     if folder and place.exists() and not place.is_dir():
@@ -139,8 +145,8 @@ def sole_writer(output: str | Path, folder: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
-    """Holds the lock on a file, which has this process's number meanwhile and is removed at the end."""
-    from filelock import FileLock, Timeout  # only those who write wait for this import
+    """Holds the lock on a file while its block runs. The file has this process's number, and is removed at the end."""
+    from filelock import FileLock, Timeout  # imported here, so that commands that write nothing do not wait for it
 
     with explained(OSError, f"{output} cannot be written", "Pass another output.", code="output-unwritable"):
         lock_file.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +155,7 @@ def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
         lock_file,
         timeout=LOCK_SECONDS,
         thread_local=False,
-        fallback_to_soft=False,  # a soft lock would outlive a process that is killed
+        fallback_to_soft=False,  # a soft lock, a file that merely exists, would outlive a process that is killed
         on_acquired=lambda descriptor: _write_holder(descriptor, lock_file, output),
     )
     try:
@@ -171,12 +177,16 @@ def _locked(lock_file: Path, output: str | Path) -> Iterator[None]:
     try:
         yield
     finally:
-        _remove_lock_file(lock_file)  # while it is locked: later it might be another process's
+        # Removed before the lock is released: after that, the file might be another process's.
+        _remove_lock_file(lock_file)
         lock.release()
 
 
 def _write_holder(descriptor: int, lock_file: Path, output: str | Path) -> None:
-    """Writes this process's number into its lock file, after the first byte, which on Windows nobody else can read."""
+    """Writes this process's number into its lock file.
+
+    The number comes after a line break: on Windows, other processes cannot read the first byte, which is locked.
+    """
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"\n{os.getpid()}\n".encode())
@@ -188,7 +198,7 @@ def _write_holder(descriptor: int, lock_file: Path, output: str | Path) -> None:
 
 
 def _holder_of(lock_file: Path) -> str:
-    """Returns the number of the process that has a lock file, or nothing if it has just gone."""
+    """Returns the number of the process that has a lock file; "" if the file has just been removed."""
     try:
         with open(lock_file, "rb") as file:
             file.seek(1)
@@ -198,12 +208,15 @@ def _holder_of(lock_file: Path) -> str:
 
 
 def _remove_lock_file(lock_file: Path) -> None:
-    if not ON_WINDOWS:  # on Windows an open file cannot be removed: FileLock removes it on release
+    if not ON_WINDOWS:  # on Windows an open file cannot be removed; there FileLock removes it on release
         lock_file.unlink(missing_ok=True)
 
 
 def sweep(*places: Path) -> None:
-    """Removes what a killed process left half written of files and folders that are this process's to write."""
+    """Removes what a killed process left half written of these files and folders, and inside the folders.
+
+    Only the process that writes them may call this, as it would remove what another process is writing.
+    """
     for place in places:
         part_name = re.compile(rf"\.{re.escape(place.name)}\.\w+{re.escape(PART)}")
         parts = [path for path in place.absolute().parent.glob(f".*{PART}") if part_name.fullmatch(path.name)]
@@ -216,9 +229,9 @@ def sweep(*places: Path) -> None:
 
 
 def names_in(folder: Path) -> set[str]:
-    """Returns the names of what a folder holds, none if it does not exist.
+    """Returns the names of the files and folders in a folder; none if it does not exist.
 
-    Its lock and what a kill left half written are left out.
+    Its lock file, and files and folders that a killed process left half written, are left out.
     """
     if not folder.exists():
         return set()
@@ -228,7 +241,7 @@ def names_in(folder: Path) -> set[str]:
 
 
 def gguf_of(folder: Path) -> list[Path]:
-    """Returns a list of the GGUF file that a model folder was made of; empty for other folders."""
+    """Returns the GGUF file that a model folder was made from, as a list of one path; empty for other folders."""
     pointer = folder / GGUF_POINTER
     if not pointer.exists():
         return []
@@ -237,7 +250,7 @@ def gguf_of(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def naming_gguf(folder: Path) -> Iterator[None]:
-    """Has errors of its block name the GGUF file that a folder was made of, not the folder, which users do not know."""
+    """Makes errors of its block name the GGUF file that a folder was made from, as users do not know the folder."""
     try:
         yield
     except R3LiteError as error:
@@ -248,25 +261,26 @@ def naming_gguf(folder: Path) -> Iterator[None]:
 
 
 def content_fingerprint(*places: Path) -> str:
-    """Returns a CRC-32 of the content of files, and of all files of folders with their names, except hidden ones.
+    """Returns a CRC-32, as 8 hexadecimal digits, of the content of files, and of the names and content in folders.
 
-    Of a file above MAX_TEXT bytes, such as the vectors of an index, the size and PIECES evenly spaced pieces count.
+    Hidden files in folders are left out. Of a file above MAX_TEXT bytes, such as the vectors of an index, only the size
+    and PIECES evenly spaced pieces count.
     """
-    value = 0
+    checksum = 0
     for place in places:
         if place.is_dir():
             paths = sorted(path for path in place.rglob("*") if path.is_file())
         else:
             paths = [place]
         for path in paths:
-            name = path.relative_to(place).as_posix()
+            name = path.relative_to(place).as_posix()  # "." for a file that is itself a place
             if any(part.startswith(".") for part in Path(name).parts):
                 continue
             size = path.stat().st_size
-            value = zlib.crc32(f"{name} {size}".encode(), value)
+            checksum = zlib.crc32(f"{name} {size}".encode(), checksum)
             pieces = PIECES if size > MAX_TEXT else _pieces_in(size)
-            value = _crc_of_pieces(path, pieces, value)
-    return f"{value:08x}"
+            checksum = _crc_of_pieces(path, pieces, checksum)
+    return f"{checksum:08x}"
 
 
 def _pieces_in(size: int) -> int:
@@ -274,43 +288,47 @@ def _pieces_in(size: int) -> int:
     return -(-size // PIECE)
 
 
-def _crc_of_pieces(path: Path, pieces: int, value: int) -> int:
-    """Returns a CRC-32, after `value`, of evenly spaced pieces of a file: of the whole file if there are enough."""
+def _crc_of_pieces(path: Path, pieces: int, checksum: int) -> int:
+    """Returns the CRC-32 that continues `checksum` with evenly spaced pieces of a file.
+
+    With `_pieces_in(size)` pieces, they cover the whole file.
+    """
     size = path.stat().st_size
     with open(path, "rb") as file:
         for i in range(pieces):
             file.seek(i * size // pieces)
-            value = zlib.crc32(file.read(PIECE), value)
-    return value
+            checksum = zlib.crc32(file.read(PIECE), checksum)
+    return checksum
 
 
 def folder_fingerprint(folder: Path) -> str:
-    """Returns a CRC-32 of a model folder that takes moments, and shows whether weights were changed in place.
+    """Returns a CRC-32 of a model folder, as 8 hexadecimal digits, by which changed weights are noticed.
 
-    It covers the name, the size and up to PIECES evenly spaced pieces of each file of weights, and the whole of
-    config.json and tokenizer.json.
+    It takes only moments, since it covers no more than the name, the size and up to PIECES evenly spaced pieces of each
+    file of weights, and the whole of config.json and tokenizer.json.
     """
-    value = 0
+    checksum = 0
     weights = [*sorted(folder.glob("*.safetensors")), *gguf_of(folder)]
     for path in (*weights, folder / "config.json", folder / "tokenizer.json"):
         if not path.exists():
             continue
         size = path.stat().st_size
-        value = zlib.crc32(f"{path.name} {size}".encode(), value)
+        checksum = zlib.crc32(f"{path.name} {size}".encode(), checksum)
         pieces = _pieces_in(size)
         if path.suffix != ".json":
             pieces = min(PIECES, pieces)
-        value = _crc_of_pieces(path, pieces, value)
-    return f"{value:08x}"
+        checksum = _crc_of_pieces(path, pieces, checksum)
+    return f"{checksum:08x}"
 
 
 def own_records(
     path: Path, key: str, is_ours: Callable[[dict], bool], writer: str, remedy: str
 ) -> tuple[list[dict], bytes]:
-    """Returns the records of a file that r3lite wrote line by line, and what a kill has left of one more.
+    """Returns the records of a file that r3lite wrote line by line, and the bytes of an unfinished last line.
 
-    Every line of such a file begins with the same `key`, and so does an unfinished last one. Any other line that is no
-    record of the `writer`, as `is_ours` tells, raises R3LiteError: the file is the user's, or no longer ours alone.
+    The bytes are empty unless the process was killed while it wrote a line. Every line, also an unfinished one, begins
+    with the key `key`. Raises R3LiteError, which names the command `writer`, if any other line is no record for which
+    `is_ours` is true: then the file is the user's, or the user has written into it.
     """
     if not path.exists():
         return [], b""
@@ -319,7 +337,8 @@ def own_records(
         *lines, last = file.read().split(b"\n")
     start = f'{{"{key}": '.encode()
     torn = b""
-    if _object(last) is None and last[: len(start)] == start[: len(last)]:
+    begins_like_a_record = last[: len(start)] == start[: len(last)]  # `last` may be shorter than `start`
+    if _object(last) is None and begins_like_a_record:
         torn = last
     else:
         lines.append(last)
@@ -338,9 +357,10 @@ def own_records(
 def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, confirmed: bool) -> list[dict]:
     """Returns the records that an earlier run wrote by `append_jsonl`; removes an unfinished last line from the file.
 
-    `is_ours` tells such records by their keys, of which `id` is the first. A file with any other content is refused,
-    naming the command `writer`, and left as it is. So is a file of a torn line alone, unless something beside the file
-    shows that the writer made it (`confirmed`): a user's own JSON may begin alike, and would be lost.
+    `is_ours` tells such records by their keys, of which `id` is the first. If the file has any other content, raises
+    R3LiteError, which names the command `writer`, and leaves the file as it is. The same holds for a file that has only
+    an unfinished line, because it may be the user's own JSON, which would be lost. With `confirmed`, something beside
+    the file shows that `writer` made it, and such a line is removed, too.
     """
     remedy = "Pass another --output, or move the file away."
     records, torn = own_records(path, key="id", is_ours=is_ours, writer=writer, remedy=remedy)
@@ -352,8 +372,8 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, conf
     elif records:
         with open(path, "rb+") as file:
             file.seek(-1, os.SEEK_END)
-            if file.read() != b"\n":  # an editor removed the line's end: the next record would go on in it
-                file.write(b"\n")
+            if file.read() != b"\n":
+                file.write(b"\n")  # an editor removed the end of the last line, on which the next record would go on
     return records
 
 
@@ -369,20 +389,21 @@ def _object(line: bytes) -> dict | None:
 
 
 def similar_path(path: str | Path) -> str:
-    """Returns ` (did you mean X?)` for a path that does not exist, with the path in the same folder whose name is
-    most like its own; nothing if none is alike."""
+    """Returns ` (did you mean X?)` for a path that does not exist; "" if no name in its folder is similar.
+
+    X is the path in the same folder whose name is most similar.
+    """
     path = Path(path)
     names: set[str] = set()
-    with contextlib.suppress(OSError):  # a folder that cannot be listed
+    with contextlib.suppress(OSError):  # the folder cannot be listed
         names = names_in(path.parent)
     return nearest(path.name, names, prefix=str(path).removesuffix(path.name))
 
 
 def check_regular(path: str | Path, remedy: str) -> None:
-    """Raises R3LiteError unless a path is that of a file; a library may wait for a pipe or a device without end."""
-    with explained(
-        (OSError, ValueError), f"{path} cannot be read", remedy, code="file-unreadable"
-    ):  # ValueError: a name that no file can have
+    """Raises R3LiteError unless a path is that of a file; a library may wait forever for a pipe or a device."""
+    # ValueError: the path is a name that no file can have.
+    with explained((OSError, ValueError), f"{path} cannot be read", remedy, code="file-unreadable"):
         try:
             mode = os.stat(path).st_mode
         except FileNotFoundError as error:
@@ -394,7 +415,7 @@ def check_regular(path: str | Path, remedy: str) -> None:
 
 
 def open_regular(path: str | Path, remedy: str) -> BinaryIO:
-    """Returns a file opened for reading. A pipe or a device, which may never end, is refused without waiting for it."""
+    """Opens a file to read bytes. Raises R3LiteError for a pipe or a device, which may never end, without waiting."""
     check_regular(path, remedy)
     with explained(OSError, f"{path} cannot be read", remedy, code="file-unreadable"):
         return open(path, "rb")
@@ -411,23 +432,23 @@ def read_text(path: str | Path, remedy: str) -> str:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Returns the keys and tables of a TOML file."""
+    """Returns the keys and tables of a TOML file; raises UsageError if it cannot be read."""
     try:
         return tomllib.loads(read_text(path, ""))
     except R3LiteError as error:
         raise UsageError(error.cause, code=error.code) from None
-    except (ValueError, RecursionError) as error:  # no TOML, numbers of thousands of digits, deep nesting
+    except (ValueError, RecursionError) as error:  # not TOML, a number of thousands of digits, or deep nesting
         raise UsageError(f"{path} cannot be read: {error}", code="file-unreadable") from None
 
 
 def read_record(path: str | Path, remedy: str) -> Record:
     """Returns the JSON object that a file holds; InvalidRecord names the file and what is wrong."""
-    values = within(path, remedy, read_text(path, remedy))
+    values = parse_at_place(path, remedy, read_text(path, remedy))
     return Record(values, Source(str(path), remedy))
 
 
-def within(where: str | Path, remedy: str, text: str | bytes) -> Any:
-    """Returns the value of a JSON text; an error names the place that the text is from."""
+def parse_at_place(where: str | Path, remedy: str, text: str | bytes) -> Any:
+    """Returns the value of a JSON text; raises InvalidRecord, which names the place `where` the text is from."""
     try:
         return parse(text)
     except InvalidRecord as error:
@@ -437,7 +458,10 @@ def within(where: str | Path, remedy: str, text: str | bytes) -> Any:
 def read_jsonl(
     path: str | Path, remedy: str = MEND_LINE, on_bad: Callable[[InvalidRecord], None] | None = None
 ) -> Iterator[Record]:
-    """Yields the object of each line that is not blank; a bad line raises, or goes to `on_bad` and is left out."""
+    """Yields the JSON object of each line that is not blank.
+
+    A line that is no JSON object raises InvalidRecord or, if `on_bad` is given, is passed to it and left out.
+    """
     with (
         open_regular(path, remedy) as file,
         explained(OSError, f"{path} cannot be read", remedy, code="file-unreadable"),
@@ -449,10 +473,10 @@ def read_jsonl(
             if not line.strip():
                 continue
             source = Source(f"{path}, line {number}", remedy)
-            if len(line) == MAX_TEXT:  # what follows is not the next line
+            if len(line) == MAX_TEXT:  # `readline` stopped in the middle of the line
                 raise R3LiteError(f"{source.where}: longer than {MAX_TEXT >> 20} MiB", remedy, code="line-too-long")
             try:
-                record = Record(within(source.where, remedy, line), source)
+                record = Record(parse_at_place(source.where, remedy, line), source)
             except InvalidRecord as bad:
                 if on_bad is None:
                     raise

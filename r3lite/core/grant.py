@@ -14,11 +14,11 @@ Phase = Literal["sample", "update"]
 
 @dataclass(frozen=True)
 class Memory:
-    """Has the figures that decide a run's memory and speed; only `nf4` changes what it computes."""
+    """The figures that decide a run's memory and speed. Only `nf4` changes the run's results."""
 
     nf4: bool = False  # the base is quantized
     recompute_layers: int = 0  # layers with activation checkpointing
-    micro_batch_tokens: int = 4096  # in one pass; a longer row has a pass of its own
+    micro_batch_tokens: int = 4096  # the most tokens in one pass; a longer row has a pass of its own
     loss_chunk: int = 128  # rows of logits at a time
     mlp_tile: int = 1024  # tokens at a time in an MLP whose activations are not kept
     offload: bool = False  # checkpointed activations are kept on the host
@@ -33,9 +33,9 @@ class Grant:
         self.memory = memory
 
     def run_within_memory(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
-        """Returns the result of `work(*args)`, which samples or runs the model on whole rows.
+        """Returns the result of `work(*args)`, which samples episodes or runs the model on whole rows.
 
-        Here it is run once; `memory.shrinking.ShrinkingGrant` repeats it in smaller pieces if memory runs out, so it
-        must change nothing that a repetition would change again, except gradients.
+        This class runs the work once. `memory.shrinking.ShrinkingGrant` runs it again with smaller figures if memory
+        runs out, so the work must change nothing that a second run would change again, except gradients.
         """
         return work(*args)

@@ -1,8 +1,8 @@
-"""A server of JSON over HTTP: reads requests and replies with what a service answers, or with its error.
+"""A server of JSON over HTTP: reads requests, passes them to a service, and sends its answers or errors.
 
-Errors are {"error": "..."}. GET /health says that the server is there. Requests are not logged: they hold people's
-questions. A connection has one request. What it may take is in `core.listening.ConnectionLimits`; an answer for which
-nobody waits any more is not computed.
+Errors are {"error": "..."}. GET /health tells that the server runs. Requests are not logged, because they hold people's
+questions. A connection has one request; `core.listening.ConnectionLimits` limits it. If the client disconnects while it
+waits for its turn, no answer is computed.
 """
 
 import contextlib
@@ -23,8 +23,10 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.listening import CONNECTION_LIMITS, ConnectionLimits, host_of, is_loopback, listen
 from r3lite.core.records import InvalidRecord, Record, Source, parse
 
-LONGEST_ERROR = 200  # characters of a refusal that may quote the request
-PATIENCE = 10.0  # seconds that the end of the server waits for answers under way, and then for one that computes
+LONGEST_ERROR = 200  # the most characters of an error that may quote the request
+# When the server closes, it waits at most so many seconds for requests under way, and again for an answer that is being
+# computed.
+PATIENCE = 10.0
 
 
 class UnknownPath(Exception):
@@ -36,7 +38,7 @@ class Disconnected(Exception):
 
 
 class Peer:
-    """The client of a request, as far as its connection tells. Used by the thread that answers it."""
+    """The client of a request: tells whether it is still connected. Only the thread of the request uses it."""
 
     def __init__(self, connection: socket.socket, poll_seconds: float):
         self._connection = connection
@@ -47,8 +49,8 @@ class Peer:
         timeout = self._connection.gettimeout()
         self._connection.settimeout(0)
         try:
-            is_open = self._connection.recv(1, socket.MSG_PEEK) != b""
-        except BlockingIOError:  # nothing to read, as of a client that waits
+            is_open = self._connection.recv(1, socket.MSG_PEEK) != b""  # b"": closed
+        except BlockingIOError:  # open, and nothing to read
             is_open = True
         except OSError:
             is_open = False
@@ -59,7 +61,7 @@ class Peer:
 
     @contextlib.contextmanager
     def holding(self, lock: threading.Lock) -> Iterator[None]:
-        """Waits for the lock and holds it; raises Disconnected if the client leaves before it has it."""
+        """Holds a lock while its block runs. Raises Disconnected if the client disconnects before the lock is free."""
         while not lock.acquire(timeout=self._poll_seconds):
             self.check_connected()
         try:
@@ -70,14 +72,14 @@ class Peer:
 
 
 class TimedReader(io.RawIOBase):
-    """Reads a connection until a time, however often a byte arrives; raises TimeoutError then."""
+    """Reads a connection for some seconds in all; raises TimeoutError afterwards, even if bytes still arrive."""
 
     def __init__(self, connection: socket.socket, seconds: float):
         self._connection = connection
         self._end = time.monotonic() + seconds
 
     def extend(self, seconds: float) -> None:
-        """Puts the end off."""
+        """Lengthens the time by `seconds`."""
         self._end += seconds
 
     def readable(self) -> bool:
@@ -92,82 +94,89 @@ class TimedReader(io.RawIOBase):
 
 
 class HttpService(Protocol):
-    """The answers of a server, whose threads call it at the same time."""
+    """What answers the requests of a server. Several threads call it at the same time."""
 
-    largest: int  # bytes of a request
-    token: str | None  # which every request but GET /health then carries as `Authorization: Bearer ...`
-    raw: tuple[str, ...]  # prefixes of paths; a request to such a path is bytes, to others JSON
-    one_at_a_time: threading.Lock  # held by an answer while it computes
+    largest: int  # the most bytes of a request
+    token: str | None  # if not None, every request but GET /health must carry it as `Authorization: Bearer ...`
+    raw: tuple[str, ...]  # prefixes of paths whose requests are bytes; requests to other paths are JSON
+    one_at_a_time: threading.Lock  # `answer` holds it while it computes
 
     def answer(self, path: str, request: Record | bytes | None, peer: Peer) -> dict:
         """Returns the reply to a request of `peer`; the `request` of a GET is None.
 
-        Raises Disconnected if the peer has left, InvalidRecord if the request is wrong, UnknownPath, R3LiteError if it
-        cannot be answered, and OSError or RuntimeError if the service fails. Others are errors of ours.
+        Raises Disconnected if the peer has disconnected, InvalidRecord if the request is wrong, UnknownPath if the
+        service lacks the path, R3LiteError if it cannot answer this request, and OSError or RuntimeError if the service
+        fails. Any other exception is a bug.
         """
         ...
 
 
 class Handler(BaseHTTPRequestHandler):
-    """One connection to a `Server`, with one request: the class of the standard library speaks HTTP/1.0 by default."""
+    """Answers the one request of a connection. (HTTP/1.0, the default of the base class, has one request.)"""
 
     server: "Server"
 
     def setup(self) -> None:
-        """Reads the connection with a limit of time."""
+        """Replaces the base class's reader by one with a limit of time."""
         super().setup()
         self.rfile.close()
         self._reader = TimedReader(self.connection, self.server.limits.seconds)
         self.rfile = io.BufferedReader(self._reader)
 
     def parse_request(self) -> bool:
-        """Also refuses what a web page sends, even one elsewhere whose own name resolves to this machine."""
+        """Reads the head of the request; returns False if it was refused.
+
+        Requests of web pages are refused, too. A browser sends their Origin. The Host is checked against pages of a
+        site whose name was made to resolve to this machine (DNS rebinding), if only this machine reaches the server.
+        """
         if not super().parse_request():
             return False
         host = host_of(self.headers.get("host") or "localhost")
         is_allowed = "origin" not in self.headers and (is_loopback(host) or not self.server.on_loopback)
         if not is_allowed:
-            self._say(403, {"error": "requests from web pages are not allowed"})
+            self._send(403, {"error": "requests from web pages are not allowed"})
         return is_allowed
 
     def do_GET(self) -> None:
         if self.path == "/health":
-            self._say(200, {"status": "ok"})
-        elif self._may_ask():
+            self._send(200, {"status": "ok"})
+        elif self._check_token():
             self._answer(None)
 
     def do_POST(self) -> None:
         length = self.headers.get("content-length", "")
         largest = self.server.service.largest
-        if not self._may_ask():
+        if not self._check_token():
             return
         if not length.isdecimal() or len(length) > 9 or int(length) > largest:
-            self._say(413, {"error": f"Content-Length is missing or larger than {largest >> 20} MiB"})
+            self._send(413, {"error": f"Content-Length is missing or larger than {largest >> 20} MiB"})
             return
         size = int(length)
-        self._reader.extend(self.server.limits.seconds_for(size) - self.server.limits.seconds)
+        limits = self.server.limits
+        self._reader.extend(limits.seconds_for(size) - limits.seconds)  # by the time that the body needs
         body = self.rfile.read(size)
-        if len(body) == size:  # else the client has left in the middle of it
+        if len(body) == size:  # otherwise the client has disconnected in the middle of the body
             self._answer(body)
 
-    def _may_ask(self) -> bool:
-        """Returns whether the request carries the token, if there is one; refuses it otherwise."""
+    def _check_token(self) -> bool:
+        """Returns whether the request carries the service's token, if there is one; otherwise sends an error."""
         token = self.server.service.token
         if token is None:
             return True
         authorization = self.headers.get("authorization", "").encode("utf-8", "replace")
         if hmac.compare_digest(authorization, f"Bearer {token}".encode()):
             return True
-        self._say(401, {"error": "the token is missing or wrong: send Authorization: Bearer TOKEN"})
+        self._send(401, {"error": "the token is missing or wrong: send Authorization: Bearer TOKEN"})
         return False
 
     def _answer(self, body: bytes | None) -> None:
+        """Sends the reply to a request with this body (None: a GET); nothing if the client has disconnected."""
         with contextlib.suppress(Disconnected):
             status, reply = self._reply(body)
-            self._say(status, reply)
+            self._send(status, reply)
 
     def _reply(self, body: bytes | None) -> tuple[int, dict]:
-        """Returns status and body of the reply to a request."""
+        """Returns status and body of the reply to a request with this body; raises Disconnected."""
         service = self.server.service
         try:
             is_json = body is not None and not self.path.startswith(service.raw)
@@ -184,11 +193,12 @@ class Handler(BaseHTTPRequestHandler):
             return 422, {"error": " ".join(str(error).split())}
         except (OSError, RuntimeError) as error:
             return 503, {"error": str(error)}
-        except Exception:  # whatever it is, the client shall not take it for something else
+        except Exception:  # a bug: the client gets a reply, and the log has the details
             traceback.print_exc(file=sys.stderr)
             return 500, {"error": "internal error, see the server's log"}
 
-    def _say(self, status: int, body: dict) -> None:
+    def _send(self, status: int, body: dict) -> None:
+        """Sends a reply with this status and JSON body."""
         data = json.dumps(body).encode()
         self.connection.settimeout(self.server.limits.seconds_for(len(data)))
         self.send_response(status)
@@ -198,9 +208,10 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Refuses what the standard library takes for no request: as other errors, and not as a page of HTML."""
-        self.request_version = self.protocol_version  # else a line without a version has a reply without a head
-        self._say(code, {"error": (message or HTTPStatus(code).phrase)[:LONGEST_ERROR]})
+        """Sends an error as JSON. The base class calls this for malformed requests, and would send a page of HTML."""
+        # Without this, the reply to a request line without a version would have no head.
+        self.request_version = self.protocol_version
+        self._send(code, {"error": (message or HTTPStatus(code).phrase)[:LONGEST_ERROR]})
 
     def log_message(self, *arguments) -> None:
         """Nothing is logged."""
@@ -217,10 +228,10 @@ class Server(ThreadingHTTPServer):
         listening: socket.socket | None = None,
         limits: ConnectionLimits = CONNECTION_LIMITS,
     ):
-        """`listening`: a socket that listens at the address already, which the server takes over."""
+        """If `listening`, a socket that listens already, is given, the server takes it over instead of the address."""
         self.service = service
         self.limits = limits
-        self._answering: set[socket.socket] = set()  # connections under way
+        self._open_connections: set[socket.socket] = set()
         if listening is None:
             listening = listen(host, port)
         self.address_family = listening.family
@@ -232,31 +243,32 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request, client_address) -> None:
         """Answers a connection on a thread of its own, or refuses it if there are too many."""
-        if len(self._answering) >= self.limits.connections:
+        if len(self._open_connections) >= self.limits.connections:
             self._refuse(request)
             return
-        self._answering.add(request)
+        self._open_connections.add(request)
         try:
             super().process_request(request, client_address)
         except BaseException:  # no thread could be started
-            self._answering.discard(request)
+            self._open_connections.discard(request)
             raise
 
     def process_request_thread(self, request, client_address) -> None:
-        """Answers a connection, and counts it no longer then."""
+        """Answers a connection on this thread; afterwards the connection no longer counts as open."""
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._answering.discard(request)
+            self._open_connections.discard(request)
 
     def _refuse(self, request: socket.socket) -> None:
-        """Says without waiting that there are too many connections, and closes this one."""
+        """Replies, without waiting, that there are too many connections, and closes this one."""
         body = json.dumps({"error": "the server has too many connections, try again soon"}).encode()
         head = b"HTTP/1.0 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\n"
         request.setblocking(False)
         with contextlib.suppress(OSError):
             request.send(head + b"content-length: %d\r\n\r\n" % len(body) + body)
-            request.recv(1 << 16)  # a request that is there: what is unread when it is closed would reset it
+            # If a request were still unread when the connection is closed, the reply could be lost (a TCP reset).
+            request.recv(1 << 16)
         self.shutdown_request(request)
 
     def handle_error(self, request, client_address) -> None:
@@ -265,12 +277,12 @@ class Server(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
     def server_close(self) -> None:
-        """Ends after the answers under way, and lets no further answer compute.
+        """Waits for the requests under way, and lets no further answer be computed: see PATIENCE.
 
-        Python aborts if it ends while a thread computes.
+        Python aborts if the process ends while a thread computes.
         """
         super().server_close()
         end = time.monotonic() + PATIENCE
-        while self._answering and time.monotonic() < end:
+        while self._open_connections and time.monotonic() < end:
             time.sleep(0.05)
-        self.service.one_at_a_time.acquire(timeout=PATIENCE)  # never released
+        self.service.one_at_a_time.acquire(timeout=PATIENCE)  # never released, so that no other answer begins

@@ -14,7 +14,7 @@ from r3lite.core import run_files
 from r3lite.core.config import Trait, flag, flat, input_path, kinds_of, name_and_path, sections
 from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.files import load_toml, read_record
-from r3lite.core.inputs import exists
+from r3lite.core.inputs import exists_or_shipped
 
 ADAPTER = "adapter"  # in the folder of a run, or of a checkpoint in it
 MODEL = "model"  # the same, of a run that trains all weights
@@ -138,7 +138,7 @@ def inherited_settings(config: Any, explicit: Collection[str]) -> dict[str, Inhe
             value = of_run.get(name)
             if Trait.OF_RUN not in kind.traits or value is None or is_other_format:
                 continue
-            is_gone = input_path(kind) is not None and value != "none" and not exists(value)
+            is_gone = input_path(kind) is not None and value != "none" and not exists_or_shipped(value)
             if not is_gone:
                 inherited[name] = InheritedSetting(value, place)
     return inherited

@@ -1,4 +1,4 @@
-"""Which of the files and folders that the user has named are not there: a mistyped name is told before any work."""
+"""Finds files and folders that the user has named, but that are missing or wrong, before any work begins."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,24 +11,27 @@ from r3lite.core.files import shipped, similar_path
 
 
 @dataclass(frozen=True)
-class MissingInput:
-    """Says which input is missing, and what to do if that is an error at once (InputPath.remedy)."""
+class WrongInput:
+    """Says what is wrong with an input: it does not exist, or is not what it should be."""
 
     cause: str
-    remedy: str
+    remedy: str  # InputPath.remedy; empty: this is no error before the work begins
 
 
 def check_inputs(config: Any) -> None:
-    """Raises R3LiteError for a missing input that would else be found only after a model is loaded or planned."""
-    for missing in missing_inputs(config):
-        if missing.remedy:
-            raise R3LiteError(missing.cause, missing.remedy, code="input-absent")
+    """Raises R3LiteError for a wrong input whose setting has a remedy (InputPath.remedy).
+
+    Otherwise the error would come only after a model is loaded or planned.
+    """
+    for wrong_input in wrong_inputs(config):
+        if wrong_input.remedy:
+            raise R3LiteError(wrong_input.cause, wrong_input.remedy, code="input-absent")
 
 
-def missing_inputs(config: Any) -> Iterator[MissingInput]:
+def wrong_inputs(config: Any) -> Iterator[WrongInput]:
     """Yields each input that does not exist, or exists but is not what it should be (InputPath.fault).
 
-    Only inputs that the user has named for this command count, not those at the top of a file for all commands.
+    Inputs that are set at the top of a TOML file, for all commands, are not looked at.
     """
     values = flat(config)
     for section in sections(config).values():
@@ -39,16 +42,19 @@ def missing_inputs(config: Any) -> Iterator[MissingInput]:
                 continue
             entries = [values[name]] if kind.count == 1 else values[name]
             for entry in entries:
-                path = name_and_path(entry)[1] if path_trait.has_names else entry
-                if path_trait.named(path):
+                path = entry
+                if path_trait.has_names:
+                    _, path = name_and_path(entry)
+                if path_trait.is_name(path):
                     continue
-                fault = f": no such {path_trait.noun}{similar_path(path)}"
-                if exists(path):
+                if exists_or_shipped(path):
                     fault = path_trait.fault(path)
+                else:
+                    fault = f": no such {path_trait.noun}{similar_path(path)}"
                 if fault:
-                    yield MissingInput(f"{flag(name)} {path}{fault}", path_trait.remedy)
+                    yield WrongInput(f"{flag(name)} {path}{fault}", path_trait.remedy)
 
 
-def exists(path: str) -> bool:
-    """Tells whether a path exists, from here or among what travels with r3lite, such as its prompts."""
+def exists_or_shipped(path: str) -> bool:
+    """Tells whether a path exists in the current folder, or among the files shipped with r3lite, such as prompts."""
     return Path(path).exists() or shipped(path).exists()

@@ -1,8 +1,8 @@
 """How a command line, a TOML file and a preset become the settings of one invocation.
 
-Later wins: default, preset, index and run of the adapter (inherited.py), TOML file, command line. In a TOML file a key
-is at the top (for every command that has it) or in a table named after a command; the `config.toml` of a run is such a
-file.
+Each source wins over those before it: the defaults, the preset, the index and the adapter's run (inherited.py), the
+TOML file, the command line. In a TOML file a key is at the top, for every command that has it, or in a table named
+after a command. The `config.toml` of a run is such a file.
 """
 
 import argparse
@@ -18,15 +18,15 @@ from r3lite.core.command_names import COMMANDS
 from r3lite.core.config import ANY, Alias, Kind, Origin, Section, Trait, field_docs, flag, flat, kinds_of, sections
 from r3lite.core.errors import UsageError, nearest
 from r3lite.core.files import load_toml, shipped
-from r3lite.core.inherited import inherited_settings
+from r3lite.core.inherited import InheritedSetting, inherited_settings
 
-SHORT_HELP = 60  # lines at most of --help
-# Where to write, what to resume and when to leave belong to one start of a run.
+SHORT_HELP = 60  # the most lines that --help shows without being shortened
+# Settings that hold for one start of a run, and not when it is resumed. `to_toml` leaves them out if they are unset.
 OF_ONE_START = ("output", "resume", "stop_after")
 
 
 def all_settings() -> set[str]:
-    """Returns the names of the settings of all commands: a preset may hold keys that only some commands have."""
+    """Returns the names of the settings of all commands. A preset may hold keys that only some commands have."""
     names = set()
     classes = Section.__subclasses__()
     while classes:
@@ -37,9 +37,13 @@ def all_settings() -> set[str]:
 
 
 def check_texts(values: dict[str, Any], where: str = "") -> None:
-    """Raises UsageError for a text that is empty, or that no file can have as its name or keep in UTF-8."""
+    """Raises UsageError for a text among settings that is empty, or cannot be the name of a file or be saved in UTF-8.
+
+    `where` begins the error, such as `preset tiny: `.
+    """
     for name, value in values.items():
-        for text in value if isinstance(value, list) else [value]:
+        parts = value if isinstance(value, list) else [value]
+        for text in parts:
             if isinstance(text, str):
                 _check_text(f"{where}{flag(name)}", text)
 
@@ -52,7 +56,10 @@ def _check_text(name: str, text: str) -> None:
 
 
 def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
-    """Returns `config` with some settings replaced, read and checked; `where` names the source in an error."""
+    """Returns `config` with the settings in `values`, converted to their types and checked.
+
+    Names that the command lacks are ignored. `where` begins an error, such as `preset tiny: `.
+    """
     check_texts(values, where)
     changes = {}
     for section_name, section in sections(config).items():
@@ -66,22 +73,26 @@ def with_values(config: Any, values: dict[str, Any], where: str = "") -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class FileSettings:
-    """Holds the settings that a TOML file has for one command: those at its top, for all commands, and its table's."""
+    """The settings that a TOML file has for one command."""
 
-    shared: dict[str, Any] = dataclasses.field(default_factory=dict)
-    table: dict[str, Any] = dataclasses.field(default_factory=dict)
+    shared: dict[str, Any] = dataclasses.field(default_factory=dict)  # at the top of the file, for all commands
+    table: dict[str, Any] = dataclasses.field(default_factory=dict)  # in the command's table
     other_tables: tuple[str, ...] = ()  # names of the tables of other commands that have settings
 
     @property
     def values(self) -> dict[str, Any]:
-        """Returns the settings of both; those of the table win."""
+        """Returns all settings for the command; those of its table win over those at the top."""
         return self.shared | self.table
 
 
 def read_toml(path: Path, command: str, allowed: Collection[str]) -> FileSettings:
-    """Returns the settings that a TOML file holds for one command, whose own table may hold only `allowed` ones."""
+    """Returns the settings that a TOML file holds for one command.
+
+    Raises UsageError for an unknown table, and for an unknown key. In the command's own table, the known keys are those
+    in `allowed`; elsewhere they are the settings of all commands.
+    """
     content = load_toml(path)
-    # `index` is a setting and a command: a table is the command's.
+    # `index` is both a setting and a command. If its value is a table, it is the command.
     tables = {key: value for key, value in content.items() if isinstance(value, dict)}
     shared = {key: value for key, value in content.items() if key not in tables}
     for table in tables:
@@ -107,8 +118,8 @@ def _check_keys(values: dict[str, Any], names: Collection[str], where: str, tabl
 def to_toml(config: Any, command: str) -> str:
     """Returns the resolved settings as a TOML file that `--config` reads back.
 
-    TOML has no null. An unset key is written as "none": left out, it would take a preset's value again. Unset
-    settings of OF_ONE_START are left out.
+    TOML has no null, so None is written as "none". If the key were left out, it would take a preset's value when the
+    file is read. Settings of OF_ONE_START are left out if they are None.
     """
     lines = [f"# resolved settings of: python -m r3lite.{command}", f"[{command}]"]
     for name, value in flat(config).items():
@@ -118,7 +129,7 @@ def to_toml(config: Any, command: str) -> str:
             if name in OF_ONE_START:
                 continue
             value = "none"
-        # With this separator for objects, JSON is valid TOML, but for DEL.
+        # With " = " between key and value, JSON is valid TOML, except for the character DEL.
         text = json.dumps(value, ensure_ascii=False, separators=(", ", " = "))
         text = text.replace("\x7f", "\\u007f")
         lines.append(f"{name} = {text}")
@@ -126,7 +137,7 @@ def to_toml(config: Any, command: str) -> str:
 
 
 def flags_by_user(config: Any, names: Iterable[str]) -> list[str]:
-    """Returns the flags of those settings in `names` that the user has set, for a command that has them, too."""
+    """Returns flags, with their values, that set in another command what the user has set of the settings `names`."""
     values = flat(config)
     words = []
     for name in names:
@@ -143,29 +154,31 @@ def flags_by_user(config: Any, names: Iterable[str]) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Raises UsageError where argparse would print the error and exit."""
+
     def error(self, message: str):
         raise UsageError(message, code="toml-damaged")
 
 
 class _HelpAction(argparse.Action):
-    """Prints the help and exits: of the settings that most people set, or with `all` of all settings."""
+    """Prints the help and exits: help for the settings that most people set, or with `all` for all settings."""
 
-    def __init__(self, option_strings: list[str], dest: str, texts: Callable[[bool], str], **options: Any):
-        """`texts` returns the short help, or with True the help of all settings."""
+    def __init__(self, option_strings: list[str], dest: str, make_text: Callable[[bool], str], **options: Any):
+        """`make_text(True)` returns the help of all settings, `make_text(False)` the short help."""
         super().__init__(option_strings, dest, nargs="?", metavar="all", **options)
-        self.texts = texts
+        self.make_text = make_text
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: Any = None) -> None:
         if values not in (None, "all"):
             raise UsageError(f"--help is {values!r}; pass all, or nothing", code="unknown-choice")
-        print(self.texts(values == "all"), end="")
+        print(self.make_text(values == "all"), end="")
         parser.exit()
 
 
 def help_text(command: str, default: Any, every: bool) -> str:
-    """Returns the help of every setting, or without `every` of those that most people set (Trait.BASIC).
+    """Returns the help of a command: with `every` for all settings, else for those that most people set (Trait.BASIC).
 
-    A help of at most SHORT_HELP lines is whole in both cases.
+    If the help for all settings has at most SHORT_HELP lines, it is returned in both cases.
     """
     whole_text = build_parser(command, default).format_help()
     if every or whole_text.count("\n") <= SHORT_HELP:
@@ -178,21 +191,22 @@ def help_text(command: str, default: Any, every: bool) -> str:
         docs = field_docs(section_class)
         for name, kind in kinds_of(section_class).items():
             if Trait.BASIC in kind.traits:
-                plain_kind = dataclasses.replace(kind, traits=())
-                sentence = docs[name].partition(". ")[0]
-                _add_setting(group, name, plain_kind, value=getattr(section, name), help_text=sentence)
+                kind_without_aliases = dataclasses.replace(kind, traits=())
+                first_sentence = docs[name].partition(". ")[0]
+                _add_setting(group, name, kind_without_aliases, value=getattr(section, name), help_text=first_sentence)
     parser.epilog = f"--help all shows all {len(flat(default))} settings, by subject."
     return parser.format_help()
 
 
 class _ShortHelp(argparse.RawDescriptionHelpFormatter):
-    """Gives the names of flags more room than argparse does, so that few of them need a line of their own."""
+    """Gives flags more columns than argparse does, so that the help of most flags begins on the flag's line."""
 
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=28)
 
 
 def _heading(section_class: type[Section]) -> str:
+    """Returns the first line of a section's docstring, without the full stop."""
     return inspect.cleandoc(section_class.__doc__).splitlines()[0].rstrip(".")
 
 
@@ -213,8 +227,10 @@ def _empty_parser(command: str, default: Any) -> _Parser:
 def build_parser(command: str, default: Any) -> argparse.ArgumentParser:
     """Returns the parser of a command, with the flags of its settings."""
     parser = _empty_parser(command, default)
-    texts = functools.partial(help_text, command, default)
-    parser.add_argument("-h", "--help", action=_HelpAction, texts=texts, help="show this help; all: of every setting")
+    make_text = functools.partial(help_text, command, default)
+    parser.add_argument(
+        "-h", "--help", action=_HelpAction, make_text=make_text, help="show this help; all: of every setting"
+    )
     for section in sections(default).values():
         section_class = type(section)
         group = parser.add_argument_group(_heading(section_class))
@@ -239,14 +255,17 @@ def _add_setting(group: argparse._ArgumentGroup, name: str, kind: Kind, value: A
         metavar = {int: "N", float: "X"}.get(kind.scalar, "TEXT")
         if kind.choices:
             metavar = ",".join(kind.choices)
-        several = kind.count is not None and kind.count > 1
-        group.add_argument(*flags, help=help_text, metavar=metavar, nargs="+" if several else None)
+        arity = None
+        if kind.count is not None and kind.count > 1:
+            arity = "+"  # a fixed number of values; a list of any length is one comma-separated text
+        group.add_argument(*flags, help=help_text, metavar=metavar, nargs=arity)
     if Trait.BARE in kind.traits:
-        group.add_argument(name, nargs="?" if kind.count == 1 else "*", help=f"the same as {flag(name)}")
+        arity = "?" if kind.count == 1 else "*"
+        group.add_argument(name, nargs=arity, help=f"the same as {flag(name)}")
 
 
 def _parse_flags(command: str, default: Any, argv: list[str]) -> dict[str, Any]:
-    """Returns the settings that a command line has, by name."""
+    """Returns the settings on a command line, by name, as text or lists of text; a flag without a value is a bool."""
     namespace, unknown = build_parser(command, default).parse_known_args(argv)
     if unknown:
         hint = "; a value stands after its flag, and a text of several words in quotation marks"
@@ -276,17 +295,18 @@ def _presets() -> list[str]:
 
 
 def _with_implied(default: Any, preset: dict[str, Any], by_user: dict[str, Any]) -> dict[str, Any]:
-    """Returns a preset's settings with those that come with choices (Section.implied).
+    """Returns a preset's settings and those that choices of the user or of the preset imply (Section.implied).
 
-    They win over the preset's settings if the user's choice is not the preset's; otherwise the preset's settings win.
+    What a choice of the preset implies loses against the preset's own settings. What another choice of the user implies
+    wins over them.
     """
     for section in sections(default).values():
-        for name, table in section.implied.items():
+        for name, implied_by_value in section.implied.items():
             choice = by_user.get(name, preset.get(name))
             implied = {}
             if choice not in (None, "none"):
-                implied = table.get(ANY, {})
-            implied = table.get(str(choice), implied)
+                implied = implied_by_value.get(ANY, {})
+            implied = implied_by_value.get(str(choice), implied)
             if choice == preset.get(name):
                 preset = implied | preset
             else:
@@ -295,74 +315,94 @@ def _with_implied(default: Any, preset: dict[str, Any], by_user: dict[str, Any])
 
 
 def resolve(command: str, default: Any, argv: list[str], table: str | None = None) -> Any:
-    """Returns the settings of one invocation, which remember in `set_by_user` what the user has set.
+    """Returns the settings of one invocation; `set_by_user` and `inherited` in them say where values come from.
 
-    Later wins: the default, the preset, what the index and the adapter's run have, the TOML file, the command line.
-    What a choice implies counts as the preset's. `table` names a TOML file's table, by default the command's.
+    Each source wins over those before it: the default, the preset, the index and the adapter's run, the TOML file, the
+    command line. What a choice implies counts as the preset's. `table` is the name of the table in a TOML file, by
+    default the command's name.
     """
     flags = _parse_flags(command, default, argv)
-    defaults = flat(default)
     from_file = FileSettings()
     path = flags.get("config")
     if path:
-        allowed: Collection[str] = defaults
-        if table not in (None, command):  # another command's table holds its own settings
-            allowed = defaults.keys() | all_settings()
-        from_file = read_toml(Path(path), table or command, allowed)
-        if from_file.other_tables and not from_file.values:
-            names = ", ".join(f"[{name}]" for name in from_file.other_tables)
-            raise UsageError(
-                f"{path} has no settings of {command}, only {names}: pass its adapter with --adapter, or a file with "
-                f"[{table or command}]",
-                code="config-of-other-command",
-            )
+        from_file = _read_config(path, command, default, table)
     by_user = from_file.values | flags
 
-    def as_user_has_set(usual: Any) -> Any:
-        config = _with_source(usual, from_file.values, where=f"{path}: ")
+    def with_users_settings(config: Any) -> Any:
+        config = _with_source(config, from_file.values, where=f"{path}: ")
         return _with_source(config, flags, where="")
 
-    # A file may name a preset, and refines it. If the user names none, it is the preset of the adapter's run.
+    # If the user names no preset, on the command line or in the file, it is the preset of the adapter's run.
+    defaults = flat(default)
     preset_name = by_user.get("preset") or defaults["preset"]
-    of_run = inherited_settings(as_user_has_set(default), explicit=by_user.keys()).get("preset")
-    if of_run is not None and of_run.value in _presets():
-        preset_name = of_run.value
+    preset_of_run = inherited_settings(with_users_settings(default), explicit=by_user.keys()).get("preset")
+    if preset_of_run is not None and preset_of_run.value in _presets():
+        preset_name = preset_of_run.value
     preset = _read_preset(preset_name, table or command)
-    if by_user.get("format") not in (None, preset.get("format", defaults.get("format"))):
+    format_of_preset = preset.get("format", defaults.get("format"))
+    if by_user.get("format") not in (None, format_of_preset):
         # A preset's prompts are written for its own format.
         preset = {name: value for name, value in preset.items() if not name.endswith("_prompt")}
     preset = _with_implied(default, preset, by_user)
 
     by_preset = _with_source(default, preset, where=f"preset {preset_name}: ")
-    inherited = inherited_settings(as_user_has_set(by_preset), explicit=by_user.keys())
-    if of_run is not None and of_run.value != preset_name:  # the run's preset is none of this version's
+    inherited = inherited_settings(with_users_settings(by_preset), explicit=by_user.keys())
+    if preset_of_run is not None and preset_of_run.value != preset_name:  # this version has no preset of that name
         del inherited["preset"]
-    usual = by_preset
+    before_user = _with_inherited(by_preset, inherited)
+    config = with_users_settings(before_user)
+    # Inherited values that are not the preset's, too.
+    preset_values = flat(by_preset)
+    values = flat(before_user)
+    places = {name: setting.place for name, setting in inherited.items() if values[name] != preset_values[name]}
+    origins = _origins(before_user, config, from_file, flags)
+    return dataclasses.replace(config, set_by_user=origins, inherited=places)
+
+
+def _read_config(path: str, command: str, default: Any, table: str | None) -> FileSettings:
+    """Returns the settings in the file --config; raises UsageError if it has settings of other commands only."""
+    defaults = flat(default)
+    allowed: Collection[str] = defaults
+    if table not in (None, command):
+        # The table is another command's, such as that of `sft` for `plan`. It may have settings that `command` lacks.
+        allowed = defaults.keys() | all_settings()
+    from_file = read_toml(Path(path), table or command, allowed)
+    if from_file.other_tables and not from_file.values:
+        names = ", ".join(f"[{name}]" for name in from_file.other_tables)
+        raise UsageError(
+            f"{path} has no settings of {command}, only {names}: pass its adapter with --adapter, or a file with "
+            f"[{table or command}]",
+            code="config-of-other-command",
+        )
+    return from_file
+
+
+def _with_inherited(config: Any, inherited: dict[str, InheritedSetting]) -> Any:
+    """Returns `config` with settings of an index and of adapters' runs; an error names the index or the adapters."""
     for place in dict.fromkeys(setting.place for setting in inherited.values()):
         of_place = {name: setting.value for name, setting in inherited.items() if setting.place == place}
-        usual = with_values(usual, of_place, where=f"{place}: ")
-    preset_values = flat(by_preset)
-    values = flat(usual)
-    places = {name: setting.place for name, setting in inherited.items() if values[name] != preset_values[name]}
-    config = as_user_has_set(usual)
-    return dataclasses.replace(config, set_by_user=_origins(usual, config, from_file, flags), inherited=places)
+        config = with_values(config, of_place, where=f"{place}: ")
+    return config
 
 
 def _with_source(config: Any, values: dict[str, Any], where: str) -> Any:
-    """Returns `config` with the values of one source. Its `epochs`, if any, unset an earlier source's `max_steps`."""
+    """Returns `config` with the values of one source.
+
+    If they have `epochs` and no `max_steps`, the `max_steps` of an earlier source is unset, which would win otherwise.
+    """
     if "epochs" in values:
         values = {"max_steps": None} | values
     return with_values(config, values, where)
 
 
-def _origins(by_preset: Any, config: Any, from_file: FileSettings, flags: dict[str, Any]) -> dict[str, Origin]:
-    """Returns where the user has set each setting that is not as in `by_preset`.
+def _origins(before_user: Any, config: Any, from_file: FileSettings, flags: dict[str, Any]) -> dict[str, Origin]:
+    """Returns where the user has set each setting whose value in `config` is not that in `before_user`.
 
     The file of a run names every setting, so a name in a file does not show that the user asked for another value.
     """
     origins = dict.fromkeys(from_file.shared, Origin.SHARED)
     origins |= dict.fromkeys(from_file.table, Origin.TABLE)
     origins |= dict.fromkeys(flags, Origin.FLAG)
-    preset_values = flat(by_preset)
-    changed = [name for name, value in flat(config).items() if value != preset_values[name]]
+    earlier_values = flat(before_user)
+    changed = [name for name, value in flat(config).items() if value != earlier_values[name]]
     return {name: origins[name] for name in changed if name in origins}

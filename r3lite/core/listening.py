@@ -1,7 +1,6 @@
-"""Where servers listen: the socket, the addresses that only this machine reaches, the token that others need, and what
-a connection may take.
+"""Where servers listen: the socket, addresses that only this machine reaches, tokens, and limits of a connection.
 
-The servers of answers, of retrievers and of rollouts use it alike.
+The servers of answers, of retrievers and of rollouts share this file.
 """
 
 import ipaddress
@@ -12,20 +11,23 @@ from dataclasses import dataclass
 
 from r3lite.core.errors import R3LiteError, explained
 
-TOKEN = "R3LITE_TOKEN"  # of a server, and of rollout servers
-RETRIEVER_TOKEN = "R3LITE_RETRIEVER_TOKEN"  # of --retriever and --rerank, which may be others' servers
+# Names of environment variables. The first has the token that a server here asks for, and that `ppo` sends to
+# --rollout-server. The second has the token that clients send to --retriever and --rerank, whose servers may belong to
+# somebody else.
+TOKEN = "R3LITE_TOKEN"
+RETRIEVER_TOKEN = "R3LITE_RETRIEVER_TOKEN"
 SHORTEST_TOKEN = 16  # characters
-BACKLOG = 128  # connections not yet accepted; with 5, many of 64 clients waited a second to try again
+BACKLOG = 128  # the most connections that wait to be accepted; with 5, many of 64 clients had to wait a second
 
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """Limits of a server's connections, so that slow or many clients keep it from no other client."""
+    """Limits of a server's connections, so that slow or many clients do not block the others."""
 
-    seconds: float = 30.0  # for a request to arrive, and again for its reply to be read ...
-    bytes_per_second: int = 64 << 10  # ... and as much longer as a link of this speed needs
-    connections: int = 256  # at a time; others are refused
-    poll_seconds: float = 1.0  # between two looks whether a client that waits for its turn is still there
+    seconds: float = 30.0  # the time for a request to arrive, and again for its reply to be read, ...
+    bytes_per_second: int = 64 << 10  # ... to which the time that a link of this speed needs is added
+    connections: int = 256  # the most at a time; further ones are refused
+    poll_seconds: float = 1.0  # the time between checks whether a client that waits for its turn is still connected
 
     def seconds_for(self, size: int) -> float:
         """Returns the seconds in which `size` bytes must have been transferred."""
@@ -36,10 +38,7 @@ CONNECTION_LIMITS = ConnectionLimits()  # of all servers; tests have shorter one
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether an address or a name is of this machine alone.
-
-    These are 127.0.0.0/8, ::1 (also in brackets) and localhost.
-    """
+    """Returns whether only this machine can reach a host: 127.0.0.0/8, ::1 (also in brackets) or localhost."""
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     try:
@@ -57,7 +56,10 @@ def host_of(header: str) -> str:
 
 
 def token_in(name: str) -> str | None:
-    """Returns the token in an environment variable; R3LiteError if no header of HTTP can carry it."""
+    """Returns the token in the environment variable `name`; None if the variable is not set, or blank.
+
+    Raises R3LiteError if no header of HTTP can carry the token.
+    """
     token = os.environ.get(name, "").strip()
     if not (token.isascii() and token.isprintable()):
         cause = f"{name} has characters that no HTTP header can carry"
@@ -68,7 +70,10 @@ def token_in(name: str) -> str | None:
 
 
 def token_of(host: str) -> str | None:
-    """Returns the token of a server at `host`; R3LiteError if other machines can reach it and there is no token."""
+    """Returns the token that a server at `host` asks for; None if it asks for none, which only a loopback host may do.
+
+    Raises R3LiteError if a token is needed and is not set, or is too short.
+    """
     token = token_in(TOKEN)
     if token is None and not is_loopback(host):
         remedy = f"Set {TOKEN} to a secret, such as the output of: openssl rand -hex 24"
@@ -83,13 +88,13 @@ def token_of(host: str) -> str | None:
 
 
 def bearer(name: str) -> dict[str, str]:
-    """Returns the headers that send the token in an environment variable; none if it is not set."""
+    """Returns the headers that send the token in the environment variable `name`; empty if it is not set."""
     token = token_in(name)
     return {"authorization": f"Bearer {token}"} if token else {}
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Returns a socket that listens at an address; R3LiteError if it is taken or not of this machine."""
+    """Returns a socket that listens at an address; raises R3LiteError if it is taken, or not this machine's."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     remedy = "Pass another --port or --host; --port 0 takes any free port."
     with explained(OSError, f"cannot listen on {host}, port {port}", remedy, code="cannot-listen"):

@@ -26,28 +26,29 @@ class CommandSettings(dict):
 
 @dataclass(frozen=True)
 class Needs:
-    """A condition that some settings of a section set for other settings of the same section."""
+    """A condition without which some settings of a section have no effect. It is about settings of the same section."""
 
-    names: str  # of the settings, with blanks between; empty: all settings of the section except those in `but`
-    purpose: str  # what the settings need, as the error says it after "it needs"
-    met: Callable[[Any], object]  # takes the section; returns whether the need is met
-    but: str = ""
-    harmful: bool = False  # an unmet need does harm: it is an error even at the top of a file for all commands
+    names: str  # the settings, separated by blanks; empty: all settings of the section except those in `but`
+    purpose: str  # the condition, as the error says it after "it needs"
+    met: Callable[[Any], object]  # takes the section; returns something true if the condition is met
+    but: str = ""  # the settings that are left out if `names` is empty
+    # A setting without effect would do harm. So it is an error even at the top of a TOML file, for all commands.
+    harmful: bool = False
 
     def concerns(self, name: str) -> bool:
-        """Tells whether a setting is one of those that have this need."""
+        """Tells whether a setting is one of those that need this condition."""
         if self.names:
             return name in self.names.split()
         return name not in self.but.split()
 
     def is_met(self, section: Section, command_settings: CommandSettings) -> bool:
-        """Tells whether the settings have what they need; `command_settings` are all those of the command."""
+        """Tells whether the condition is met; `command_settings` has all settings of the command."""
         return bool(self.met(section))
 
 
 @dataclass(frozen=True)
 class NeedsOthers(Needs):
-    """A condition that also concerns other sections: its `met` takes all settings of the command."""
+    """A condition that is about settings of several sections: its `met` takes all settings of the command."""
 
     met: Callable[[CommandSettings], object]
 
@@ -61,10 +62,10 @@ def names_of(*sections: type[Section], but: str = "") -> str:
 
 
 def check_used(command: str, config: Any) -> None:
-    """Raises UsageError for a setting that the user has set, if it would have no effect beside the other settings.
+    """Raises UsageError for a setting that the user has set, but that has no effect with the other settings.
 
-    Two cases are no error. Keys at the top of a TOML file are for all commands, so a command may ignore those that it
-    has no use for, unless they would do harm. And a resumed run takes the settings in its folder as they are, since an
+    Two cases are no error. Keys at the top of a TOML file are for all commands, so a command may ignore keys that it
+    has no use for, unless they are `harmful`. And a resumed run takes the settings in its folder as they are, since an
     earlier version may have allowed them.
     """
     values = CommandSettings(flat(config), command=command)
@@ -73,18 +74,18 @@ def check_used(command: str, config: Any) -> None:
             if name not in config.set_by_user or values[name] is None:
                 continue
             for needs in _unmet(name, section, config, values):
-                _refuse(name, needs, config.set_by_user[name], values)
+                _refuse_unless_allowed(name, needs, config.set_by_user[name], values)
 
 
 def _unmet(name: str, section: Section, config: Any, values: CommandSettings) -> Iterator[Needs]:
-    """Yields what a setting needs and does not have: first what the command asks, then what its section asks."""
+    """Yields the conditions of a setting that are not met: first the command's conditions, then its section's."""
     for needs in (*config.needs, *section.needs):
         if needs.concerns(name) and not needs.is_met(section, values):
             yield needs
 
 
-def _refuse(name: str, needs: Needs, origin: Origin, values: CommandSettings) -> None:
-    """Raises UsageError for a setting without effect, unless it may stand where the user has set it."""
+def _refuse_unless_allowed(name: str, needs: Needs, origin: Origin, values: CommandSettings) -> None:
+    """Raises UsageError for a setting without effect, unless one of the two cases of `check_used` applies."""
     if origin is Origin.TABLE and values.resume:
         return
     hint = ""

@@ -1,4 +1,4 @@
-"""The processes of a run that torchrun has started: which one this is, what all must agree on, and who prints."""
+"""The processes of a run that torchrun has started: which one this is, what all must agree on, and their errors."""
 
 import os
 import sys
@@ -14,11 +14,11 @@ class World(NamedTuple):
 
     rank: int = 0
     size: int = 1
-    local_rank: int = 0  # among those of this machine
+    local_rank: int = 0  # the rank among the processes of this machine
 
 
-def world() -> World:
-    """Returns what torchrun has put into the environment; without torchrun, the only process of a run."""
+def torchrun_world() -> World:
+    """Returns the ranks and the size that torchrun has put into the environment; without torchrun, the defaults."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if not {*names, "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return World()
@@ -35,9 +35,10 @@ def shared_facts(config: Any) -> dict[str, Any]:
 
 
 def say_error(message: str) -> None:
-    """Prints an error; every process but the first puts its rank before the message."""
-    rank = world().rank
+    """Prints an error on stderr; every process but the first puts its rank before the message."""
+    rank = torchrun_world().rank
     if rank:
+        # To the original stderr: Command.__call__ discards what these processes print to `sys.stderr`.
         print(printable(f"[rank {rank}] {message.lstrip()}"), file=sys.__stderr__)
     else:
         say(message)

@@ -1,10 +1,11 @@
-"""JSON of any origin made into typed values: the one place that decides what a field may be.
+"""Reads JSON of any origin into checked values.
 
-`parse` reads JSON text within bounds, and a `Record` gives the fields of an object one by one, each by its type and
-range. Whatever is wrong raises InvalidRecord, which names the place and the field, such as
-`data.jsonl, line 3: steps[1].documents[0].title is 7, not text`. Knows no data set and no file.
+`parse` reads JSON text and limits its nesting and numbers. A `Record` returns the fields of an object one by one, and
+checks type and range of each. Whatever is wrong raises InvalidRecord, which names the place and the field, such as
+`data.jsonl, line 3: steps[1].documents[0].title is 7, not text`. This file knows no data set and reads no file.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -16,9 +17,9 @@ from typing import Any, NoReturn
 
 from r3lite.core.errors import R3LiteError
 
-MAX_DEPTH = 100  # of nested lists and objects: recursive code such as json.dumps fails at about 1,000
+MAX_DEPTH = 100  # nesting of lists and objects; recursive code such as json.dumps fails at about 1,000
 WHOLE = 2**63 - 1  # the largest whole number that tensors, FAISS and other programs' JSON take
-MAX_KEYS = 8  # of an object that an error lists
+MAX_KEYS = 8  # the most keys of an object that an error lists
 REQUIRED: Any = object()  # the default of a field that must be there
 
 
@@ -27,7 +28,7 @@ class InvalidRecord(R3LiteError, ValueError):
 
 
 def shown(value: Any) -> str:
-    """Returns a value as an error message quotes it: on one line, and not long."""
+    """Returns a value as an error message quotes it: on one line, shortened if it is long."""
     form = reprlib.Repr()
     form.maxstring = 60
     form.maxother = 60
@@ -38,17 +39,17 @@ def shown(value: Any) -> str:
 
 
 def number_text(value: int | float) -> str:
-    """Returns a number as text, a whole one without a point.
+    """Returns a number as text; a whole number has no decimal point.
 
-    A table stores 1987 as 1987.0 if another row has no value.
+    A table stores 1987 as 1987.0 if another row of the column has no value.
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < WHOLE:
         return str(int(value))
     return str(value)
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict:
-    """Returns a JSON object of its pairs; raises InvalidRecord if a key is repeated."""
+def _object_of_pairs(pairs: list[tuple[str, Any]]) -> dict:
+    """Returns a JSON object with these keys and values; raises InvalidRecord if a key is repeated."""
     values = dict(pairs)
     if len(values) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -57,14 +58,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict:
     return values
 
 
-def _constant(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
+    """Raises InvalidRecord for NaN, Infinity or -Infinity, which Python's decoder would read."""
     raise InvalidRecord(f"{name} is not a JSON number", code="not-a-json-number")
 
 
-def _number(text: str) -> float:
+def _finite_float(text: str) -> float:
     """Returns a JSON number with a point or an exponent; raises InvalidRecord if it is too large for a float.
 
-    Python would read 1e999 as infinity, which JSON cannot express: a file that is written with it could not be read.
+    Python's decoder would read 1e999 as infinity. JSON has no infinity, so a file with this value could not be read.
     """
     number = float(text)
     if math.isinf(number):
@@ -72,7 +74,9 @@ def _number(text: str) -> float:
     return number
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant, parse_float=_number)
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_object_of_pairs, parse_constant=_refuse_constant, parse_float=_finite_float
+)
 
 
 def parse(text: str | bytes) -> Any:
@@ -90,14 +94,15 @@ def parse(text: str | bytes) -> Any:
 
 
 def parse_at(text: str, start: int) -> tuple[Any, int]:
-    """Returns the JSON value that begins at a character, and the index after its end.
+    """Returns the JSON value that begins at the character `start`, and the index after the value's end.
 
-    Raises InvalidRecord if there is none, or if it repeats a key, is nested more than MAX_DEPTH deep, or holds NaN,
-    Infinity, a number that is too large for a float, a whole number of thousands of digits or half of a surrogate pair
-    (which no tokenizer and no UTF-8 file takes; only an escape such as "\\ud83d" can bring one in).
+    Raises InvalidRecord if there is none, or if the value repeats a key, is nested more than MAX_DEPTH deep, or holds
+    NaN, Infinity, a number that is too large for a float, a whole number of thousands of digits, or half of a surrogate
+    pair. No tokenizer and no UTF-8 file takes such a half; it can only come from an escape such as "\\ud83d".
     """
     try:
         value, end = _DECODER.raw_decode(text, start)
+        # Counting brackets is quick; the depth is computed only if there are enough of them.
         brackets = text.count("[", start, end) + text.count("{", start, end)
         if brackets > MAX_DEPTH and _depth(value) > MAX_DEPTH:
             raise RecursionError
@@ -109,7 +114,7 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
         raise InvalidRecord(f"not JSON: {error}", code="not-json") from error
     except ValueError:  # Python's limit on the digits of a whole number
         raise InvalidRecord("a number has too many digits", code="json-digits") from None
-    has_escape = text.find("\\u", start, end) >= 0  # `find` is quick; a slice of a large text is not
+    has_escape = text.find("\\u", start, end) >= 0  # is quick; `re.search` below needs a slow slice of a large text
     if has_escape and re.search(r"\\u[dD]", text[start:end]):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -120,7 +125,10 @@ def parse_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def end_of(text: str, start: int) -> int | None:
-    """Returns the index after the JSON value that begins at a character, whatever it holds; None if it is not JSON."""
+    """Returns the index after the JSON value that begins at the character `start`; None if there is none.
+
+    The value may hold what `parse_at` refuses.
+    """
     try:
         _, end = json.JSONDecoder().raw_decode(text, start)
     except (ValueError, RecursionError):
@@ -137,22 +145,23 @@ def _depth(value: dict | list) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Says where a record is from, such as `data.jsonl, line 3`, and what its user can do if it is wrong."""
+    """Where a record is from, and what the user can do if the record is wrong."""
 
-    where: str
+    where: str  # such as `data.jsonl, line 3`; empty: errors name no place
     remedy: str = ""
 
 
 class Record:
-    """A JSON object whose fields are taken by type.
+    """A JSON object. Its methods return one field each, checked for a type.
 
-    A field that is absent or null is the `default`, or an error if none is given. Keys that nobody takes are ignored:
-    data sets have more than a reader needs.
+    For a field that is absent or null they return the `default`, or raise InvalidRecord if no default is given. Other
+    keys of the object are ignored: data sets have more than a reader needs.
     """
 
     __slots__ = ("path", "source", "values")
 
     def __init__(self, values: Any, source: Source, path: str = ""):
+        """`path` leads to a nested object and begins the names of its fields in errors, such as `steps[1].`"""
         self.values = values
         self.source = source
         self.path = path
@@ -164,28 +173,28 @@ class Record:
         return self.values.get(key) is not None
 
     def error(self, problem: str) -> InvalidRecord:
-        """Returns an exception with the place of this record, the problem and the remedy."""
+        """Returns, and does not raise, an exception with the place of this record, the problem and the remedy."""
         cause = f"{self.source.where}: {problem}" if self.source.where else problem
         return InvalidRecord(cause, self.source.remedy, code="bad-record")
 
     def wrong(self, key: str, wanted: str) -> InvalidRecord:
-        """Returns the exception for a field that is not what is wanted, such as `text`."""
+        """Returns the exception for a field that is absent, or is not what is wanted, such as `text`."""
         value = self.values.get(key)
         if value is None:
             return self.error(f"{self.path}{key} is missing{self.keys_in_words()}")
         return self.error(f"{self.path}{key} is {shown(value)}, not {wanted}")
 
     def keys_in_words(self) -> str:
-        """Returns which keys the object has, for an error about one that it lacks; nothing if it is empty."""
+        """Returns which keys the object has, for an error about one that it lacks; "" if all its fields are null."""
         keys = [shown(key) for key in self.values if key in self]
         if not keys:
             return ""
         if len(keys) > MAX_KEYS:
-            keys[MAX_KEYS:] = ["..."]
+            keys = [*keys[:MAX_KEYS], "..."]
         return f"; its keys are {', '.join(keys)}"
 
     def first(self, *keys: str) -> str:
-        """Returns the first of several spellings of a key that has a value here; the first spelling if none has."""
+        """Returns the first of several alternative keys that has a value here; the first key if none has."""
         return next((key for key in keys if key in self), keys[0])
 
     def _field(self, key: str, default: Any, kind: type, wanted: str) -> Any:
@@ -205,7 +214,7 @@ class Record:
         return value
 
     def identifier(self, key: str, default: Any = REQUIRED) -> str:
-        """Returns a name: text that is not blank, or a whole number as text."""
+        """Returns an identifier: text that is not blank, or a whole number as text."""
         value = self.values.get(key)
         if value is None or isinstance(value, str):
             return self.text(key, default)
@@ -214,13 +223,13 @@ class Record:
         raise self.wrong(key, "text or a whole number")
 
     def flag(self, key: str, default: Any = REQUIRED) -> bool:
-        """Returns true or false, not a number that stands for it."""
+        """Returns true or false; 0 and 1 are refused."""
         return self._field(key, default, kind=bool, wanted="true or false")
 
     def whole(self, key: str, default: Any = REQUIRED, low: int = 0, high: int = WHOLE) -> int:
         """Returns a whole number from `low` to `high`."""
         value = self.values.get(key)
-        if type(value) is int and low <= value <= high:  # True is an int to isinstance
+        if type(value) is int and low <= value <= high:  # isinstance(True, int) would hold
             return value
         if value is None and default is not REQUIRED:
             return default
@@ -236,12 +245,12 @@ class Record:
         value = self.values.get(key)
         if value is None and default is not REQUIRED:
             return default
-        try:
-            number = math.nan if isinstance(value, (bool, str)) else float(value)
-        except (TypeError, OverflowError):
-            number = math.nan
-        is_low = number <= low if above else number < low
-        if math.isfinite(number) and not is_low and number <= high:
+        number = math.nan  # for anything that is no number
+        if not isinstance(value, (bool, str)):
+            with contextlib.suppress(TypeError, OverflowError):
+                number = float(value)
+        is_too_low = number <= low if above else number < low
+        if math.isfinite(number) and not is_too_low and number <= high:
             return number
         bounds = []
         if low > -math.inf:
@@ -252,7 +261,7 @@ class Record:
         raise self.wrong(key, f"a finite number {limits}".strip())
 
     def choice(self, key: str, among: Iterable[str], default: Any = REQUIRED) -> str:
-        """Returns one of several texts."""
+        """Returns a text that is one of those in `among`."""
         wanted = f"one of {', '.join(among)}"
         value = self._field(key, default, kind=str, wanted=wanted)
         if key in self and value not in among:
@@ -260,7 +269,10 @@ class Record:
         return value
 
     def parsed(self, key: str) -> Any:
-        """Returns a value, decoded if it is JSON text: a column of a table, which has one type, may store it so."""
+        """Returns a value of any type; if it is text, returns the JSON value that the text holds.
+
+        A column of a table has one type, and may store lists and objects as text. Blank text and null stay as they are.
+        """
         value = self.values.get(key)
         if not isinstance(value, str) or not value.strip():
             return value
@@ -274,7 +286,7 @@ class Record:
         return self._field(key, default, kind=list, wanted="a list")
 
     def texts(self, key: str, default: Any = REQUIRED) -> tuple[str, ...]:
-        """Returns a list of texts; one text is not taken for a list of its letters."""
+        """Returns a list of texts as a tuple; a single text is refused."""
         texts = self._field(key, default, kind=list, wanted="a list of texts")
         if not all(isinstance(text, str) for text in texts):
             raise self.wrong(key, "a list of texts")

@@ -38,7 +38,7 @@ class Spans:
     def __init__(self):
         # The wall clock is read once, because it may be changed during a run.
         self._origin = time.time_ns() - time.perf_counter_ns()
-        self._open: list[tuple[str, str]] = []  # traces and ids
+        self._open: list[tuple[str, str]] = []  # trace and id of each open span of MAIN, the outermost first
         self._finished: list[Span] = []
 
     def now(self) -> int:
@@ -73,7 +73,10 @@ class Spans:
             self._finished.append(span)
 
     def add(self, name: str, track: str, start: int, **attributes: int | float | str) -> None:
-        """Records a span from `start` until now, on another track than MAIN; any thread may call it."""
+        """Records a span from `start` (nanoseconds since 1970) until now, on another track than MAIN.
+
+        A span of MAIN must be open. Any thread may call this.
+        """
         trace, parent = self._open[-1]
         span = Span(
             name=name,
@@ -95,7 +98,7 @@ class Spans:
 
 
 class NoSpans(Spans):
-    """Records nothing: the recorder of a run without --track-spans, and of all ranks but the first."""
+    """Records nothing. A run without --track-spans has this recorder, and so has every rank but the first."""
 
     def now(self) -> int:
         return 0
@@ -117,14 +120,14 @@ def build_spans(track_spans: str) -> Spans:
 
 @dataclass
 class Stopwatch:
-    """Measures the seconds of each stage of a step, as `time/<stage>`; each is also a span, if spans are recorded."""
+    """Measures the seconds of each stage of a step. Each stage is also a span, if spans are recorded."""
 
     spans: Spans = NO_SPANS
-    laps: dict[str, float] = field(default_factory=dict)
+    laps: dict[str, float] = field(default_factory=dict)  # seconds, by `time/<stage>`
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Times the block."""
+        """Measures the block; a block that raises has no lap."""
         start = time.perf_counter()
         with self.spans.span(name):
             yield

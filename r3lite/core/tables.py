@@ -40,7 +40,11 @@ def rows_of_file(text: str, suffix: str, name: str, remedy: str) -> list[list[st
 
 
 def _fit(text: str, delimiter: str) -> tuple[bool, int]:
-    """Returns whether the first rows all have the same number of columns, more than one; and the header's number."""
+    """Returns how well a delimiter fits a text, as a key for `max`: the larger, the better.
+
+    The first part of the key tells whether the first 20 rows all have the same number of columns, more than one. The
+    second is the number of columns of the first row.
+    """
     try:
         widths = [len(row) for row in table_rows(text, 20, delimiter=delimiter)]
     except csv.Error:
@@ -54,7 +58,7 @@ def _fit(text: str, delimiter: str) -> tuple[bool, int]:
 
 def table_rows(text: str, count: int | None = None, **dialect: Any) -> list[list[str]]:
     """Returns the first `count` rows, or all, without blank ones; `dialect` is as for csv.reader."""
-    # Cells longer than the process-wide limit, by default 131,072 characters, are errors: it is raised meanwhile.
+    # A cell longer than the limit of the process, by default 131,072 characters, is an error. Here the limit is raised.
     process_limit = csv.field_size_limit(len(text))
     try:
         rows = csv.reader(io.StringIO(text, newline=""), **dialect)

@@ -1,16 +1,17 @@
-"""Text of strangers for a terminal: of passages, models, servers and files, none of which may steer it."""
+"""Prints text that r3lite did not write (of passages, models, servers, files) so that it cannot control a terminal."""
 
 import sys
 
-JOINERS = "\u200c\u200d"  # not printed, but letters of Persian and parts of emoji are joined by them
+# Invisible characters that are harmless: they decide whether letters of Persian and parts of emoji are joined.
+JOINERS = "\u200c\u200d"
 
 
 def printable(text: str) -> str:
-    """Returns a text without control characters, which could steer a terminal; line breaks and JOINERS stay."""
+    """Returns a text with a space for each control character. Line breaks and JOINERS stay."""
     harmless = JOINERS + "\n"
     return "".join(c if c.isprintable() or c in harmless else " " for c in text)
 
 
 def say(text: str) -> None:
-    """Prints a message on stderr that may quote strangers."""
+    """Prints a message on stderr; the message may quote text that r3lite did not write."""
     print(printable(text), file=sys.stderr)

@@ -1,5 +1,6 @@
 """What the metrics of answers are called in tables and on pages, in the order in which they stand there."""
 
+# sp: supporting facts, which are paragraphs here. `sp_recall` is left out, as it equals the retrieval recall.
 TITLES = {
     "em": "exact match",
     "f1": "F1",
@@ -20,4 +21,4 @@ TITLES = {
     "rouge_l": "ROUGE-L",
     "bleu": "BLEU",
     "bert_score": "BERTScore",
-}  # sp: supporting facts, which are paragraphs here. sp_recall is left out: it equals the retrieval recall.
+}

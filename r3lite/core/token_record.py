@@ -1,4 +1,4 @@
-"""The tokens of an episode: which of them a model wrote, and the numbers that belong to the written ones.
+"""The tokens of an episode, which of them a model wrote, and the log-probabilities and values of those.
 
 SFT rows, growing transcripts, sampled sequences and rollouts all hold their tokens in this record.
 """
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True)
 class TokenRecord:
-    """T tokens, N of which are actions: a model wrote them. The others are of prompts, documents and headings."""
+    """T tokens. N of them are actions, which a model wrote; the others are prompts, documents and headings."""
 
     tokens: list[int] = field(default_factory=list)  # [T]
     action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token
-    # [N] log-probabilities of the actions when they were sampled. Empty: the actions were not sampled. All 0: a teacher
-    # wrote them.
+    # [N] log-probabilities of the actions, recorded while they were sampled. Empty: none were recorded, as in rows of
+    # SFT data. RL sets them to 0 for actions that a teacher wrote.
     logprobs: list[float] = field(default_factory=list)
-    # [N] values of the states before the actions. Empty: the actions were not sampled. All 0: there is no critic, or a
-    # teacher wrote the tokens.
+    # [N] values that the critic gave to the states before the actions. Empty: none were recorded. All 0: there is no
+    # critic, or a teacher wrote the actions.
     values: list[float] = field(default_factory=list)
 
     def first(self, length: int) -> "TokenRecord":

@@ -1,12 +1,13 @@
 """Questions made from documents by rule, without a model: a sentence with a gap, which a name, date or number fills.
 
-    one document   What is (1)? Marta Lindqvist: "She was born in (1)."
-    two            What is (2)? "Silent Harbour is a novel by (1)." (1): "She was born in (2)."
+    one document    What is (1)? Marta Lindqvist: "She was born in (1)."
+    two documents   What is (2)? "Silent Harbour is a novel by (1)." (1): "She was born in (2)."
 
-Two documents are linked by a title that a sentence of the other one mentions. The title of a document stands before a
-sentence that does not name it. The questions are rows of HotpotQA's format, with the paragraphs and the sentences that
-state the answer, so that `collect --source gold` demonstrates them. They are not beautiful. What fills a gap occurs
-once among the sentences that are used of its document, and no other text fills the same gap.
+Two documents are linked if a sentence of one mentions the title of the other. A sentence that does not name its
+document follows the document's title. The questions are rows of HotpotQA's format, with the paragraphs and the
+sentences that state the answer, so that `collect --source gold` demonstrates them. They are not beautiful. An answer
+occurs once in the sentences of its document that are used, and no two gaps with the same words around them have
+different answers.
 
 Names are words with capitals: in scripts without them only dates and numbers are asked for.
 """
@@ -26,9 +27,9 @@ from r3lite.datasets.gold import MONTHS
 from r3lite.datasets.hops import name_of
 
 FEWEST_WORDS = 4  # around a gap: fewer say too little
-LONGEST = 250  # characters of a sentence: a demonstration quotes it within a turn
-# Before an item of a list, a row of a table, a quotation or a heading, which are sentences of their own.
-ITEM = re.compile(r"\n(?=\s*(?:[-*+\u2022|#>]|\d{1,3}[.)]\s))")
+LONGEST_SENTENCE = 250  # characters; longer sentences are not used, as a demonstration quotes them within a turn
+# The line break before an item of a list, a row of a table, a quotation or a heading: each is a sentence of its own.
+ITEM_BREAK = re.compile(r"\n(?=\s*(?:[-*+\u2022|#>]|\d{1,3}[.)]\s))")
 BULLET = re.compile(r"^(?:[-*+\u2022|#>]|\d{1,3}[.)]\s)\s*")
 DATE = re.compile(
     rf"\b(?:\d{{1,2}} )?(?:{MONTHS})(?: \d{{1,2}})?,? \d{{4}}\b|\b(?:\d{{1,2}} (?:{MONTHS})|(?:{MONTHS}) \d{{1,2}})\b"
@@ -38,13 +39,14 @@ DATE = re.compile(
 NUMBER = re.compile(r"(?<![\w.,/-])[$\u00a3\u20ac]?\d+(?:[.,]\d+)*%?(?![\w/-])")
 WORD = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
 PARTICLES = {"of", "the", "de", "del", "della", "di", "da", "du", "van", "von", "der", "den", "la", "le"}
-# Capitals at the beginning of a sentence that are not a part of the name after them.
-OPENERS = {
+# First words of a sentence that are not a part of the name after them.
+NAMELESS_OPENERS = {
     "the", "a", "an", "in", "on", "at", "by", "for", "from", "to", "after", "before", "since", "until", "during",
     "with", "both", "each", "every", "all", "its", "his", "her", "their", "our", "my", "this", "that", "when",
     "while", "and", "but", "der", "die", "das", "le", "la", "les", "el", "los", "il",
 }  # fmt: skip
 LONGEST_NAME = 6  # words
+# What stands in gaps. (2) is the gap of a question of two documents, in which (1) is the name of the second document.
 MARKS = ("(1)", "(2)")
 
 
@@ -55,7 +57,7 @@ class Statement:
     passage: Document
     number: int
     text: str
-    name: str  # of its document: the title as a sentence would mention it
+    name: str  # of the document: its title as a sentence would mention it
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,15 @@ class ClozeGap:
         return self.statement.text[self.start : self.end]
 
     @property
-    def context(self) -> tuple[str, str, str]:
-        """What is said of the gap: the title, if the sentence does not name it, and the text before and after it."""
+    def surroundings(self) -> tuple[str, str, str]:
+        """Three folded texts by which gaps are compared: the name of the document, the text before the gap and the text
+        after it. The name is "" if the sentence mentions it."""
         before = folded(self.statement.text[: self.start])
         after = folded(self.statement.text[self.end :])
-        title = ""
-        if not mentions(before + " " + after, folded(self.statement.name)):
-            title = folded(self.statement.name)
-        return title, before, after
+        name = folded(self.statement.name)
+        if mentions(before + " " + after, name):
+            name = ""
+        return name, before, after
 
     def masked(self, mark: str) -> str:
         """Returns the sentence with a mark in the gap."""
@@ -89,12 +92,12 @@ class ClozeGap:
 
 @dataclass(frozen=True)
 class ClozeQuestion:
-    """A question and its answer, with the statements that show it in the order in which they are looked up."""
+    """A question and its answer, and the statements that show the answer, in the order in which they are looked up."""
 
     text: str
     answer: str
     statements: tuple[Statement, ...]
-    sentences_of: dict[str, list[str]] = field(repr=False, hash=False)  # of the passages, by their ids
+    sentences_of: dict[str, list[str]] = field(repr=False, hash=False)  # by the id of the passage
 
     def to_json(self) -> dict:
         """Returns the row of a question file, in HotpotQA's format."""
@@ -120,7 +123,7 @@ class ClozeQuestion:
 def sentences(text: str) -> list[str]:
     """Returns the sentences of a text, each on one line; an item of a list is one, without its bullet."""
     result = []
-    for part in chain.from_iterable(map(SENTENCE.split, ITEM.split(text))):
+    for part in chain.from_iterable(map(SENTENCE.split, ITEM_BREAK.split(text))):
         sentence = BULLET.sub("", " ".join(part.split()))
         if sentence:
             result.append(sentence)
@@ -128,31 +131,33 @@ def sentences(text: str) -> list[str]:
 
 
 def names(sentence: str) -> Iterator[tuple[int, int]]:
-    """Yields the places of names: words with capitals in a row, such as `Marta Lindqvist` or `Bank of England`.
+    """Yields the start and the end of each name: consecutive words with capitals, such as `Marta Lindqvist` or `Bank of
+    England`.
 
-    What begins a sentence has a capital in any case. It is no name, unless its first word is one of OPENERS, which is
-    then left out.
+    Any word has a capital at the beginning of a sentence. A run of words there is no name, unless its first word is in
+    NAMELESS_OPENERS; this word is then left out of the name.
     """
-    run: list[re.Match] = []
-    for word in chain(WORD.finditer(sentence), [None]):
-        is_next = bool(run) and word is not None and sentence[run[-1].end() : word.start()] in (" ", "-")
-        if word is not None and word[0][0].isupper() and (is_next or not run):
+    runs: list[list[re.Match]] = [[]]
+    for word in WORD.finditer(sentence):
+        run = runs[-1]
+        text = word[0]
+        has_capital = text[0].isupper()
+        follows = bool(run) and sentence[run[-1].end() : word.start()] in (" ", "-")
+        if follows and (has_capital or text in PARTICLES):
             run.append(word)
-            continue
-        if is_next and word[0] in PARTICLES:
-            run.append(word)
-            continue
+        elif has_capital:
+            runs.append([word])
+        else:
+            runs.append([])
+    for run in runs:
         yield from _name_of_run(run)
-        run = []
-        if word is not None and word[0][0].isupper():
-            run = [word]
 
 
 def _name_of_run(run: list[re.Match]) -> Iterator[tuple[int, int]]:
-    """Yields the place of the name in a run of words, if there is one."""
+    """Yields the start and the end of the name in a run of words, if there is one."""
     words = list(run)
-    if words and words[0].start() == 0:
-        if words[0][0].casefold() not in OPENERS:
+    if words and words[0].start() == 0:  # the run begins the sentence
+        if words[0][0].casefold() not in NAMELESS_OPENERS:
             return
         words = words[1:]
     while words and words[-1][0] in PARTICLES:
@@ -162,29 +167,36 @@ def _name_of_run(run: list[re.Match]) -> Iterator[tuple[int, int]]:
     if not 0 < len(words) <= LONGEST_NAME:
         return
     first_word = words[0][0]
-    is_month = DATE.search(f"1 {first_word}") is not None
+    is_month = DATE.search(f"1 {first_word}") is not None  # `1 May` is a date
     is_letter = len(words) == 1 and len(first_word) == 1
     if not is_month and not is_letter:
         yield words[0].start(), words[-1].end()
 
 
 def spans(sentence: str) -> list[tuple[int, int]]:
-    """Returns the places of dates, numbers and names in a sentence, none of which overlap."""
-    places: list[tuple[int, int]] = []
-    numbers = [match.span() for pattern in (DATE, NUMBER) for match in pattern.finditer(sentence)]
-    for start, end in chain(numbers, names(sentence)):
-        if all(end <= other_start or start >= other_end for other_start, other_end in places):
-            places.append((start, end))
-    return places
+    """Returns the start and the end of each date, number and name in a sentence.
+
+    Of two that overlap, a date is preferred to a number, and a number to a name.
+    """
+    dates = [match.span() for match in DATE.finditer(sentence)]
+    numbers = [match.span() for match in NUMBER.finditer(sentence)]
+    result: list[tuple[int, int]] = []
+    for start, end in chain(dates, numbers, names(sentence)):
+        if all(end <= other_start or start >= other_end for other_start, other_end in result):
+            result.append((start, end))
+    return result
 
 
 def mentions(text: str, name: str) -> bool:
-    """Returns whether a text has a name in it, in the same letters, and not as a part of a longer word."""
+    """Returns whether a text has a name in it, with the same capitals, and not as a part of a longer word."""
     return bool(_places(text, name))
 
 
 def _places(text: str, name: str) -> list[int]:
-    """Returns where a name begins in a text. (A pattern for each of a million names would take minutes to compile.)"""
+    """Returns the indices at which a text mentions a name.
+
+    No regular expression is used: to compile one for each of a million names would take minutes.
+    """
     places = []
     start = text.find(name)
     while start >= 0:
@@ -196,29 +208,29 @@ def _places(text: str, name: str) -> list[int]:
 
 
 def _is_letter(character: str) -> bool:
-    """Returns whether a character is a part of a word; the empty one is none."""
+    """Returns whether a character is a part of a word; "", which stands for the end of the text, is not."""
     return character.isalnum() or character == "_"
 
 
 class ClozeMaker:
-    """Makes questions from the passages of documents, which are in memory with all their sentences."""
+    """Makes questions from passages of documents. All sentences are in memory."""
 
     def __init__(self, passages: Iterable[Document]):
         self.sentences_of: dict[str, list[str]] = {}
-        self.statements: dict[str, dict[str, Statement]] = defaultdict(dict)  # by folded title and text
+        self.statements: dict[str, dict[str, Statement]] = defaultdict(dict)  # by the folded title, then by the text
         for passage in passages:
             texts = sentences(passage.text)
             self.sentences_of[passage.id] = texts
             name = name_of(passage.title)
             of_title = self.statements[folded(passage.title)]
             for number, text in enumerate(texts):
-                if len(text) <= LONGEST and not any(mark in text for mark in MARKS):
+                if len(text) <= LONGEST_SENTENCE and not any(mark in text for mark in MARKS):
                     of_title.setdefault(text, Statement(passage, number, text, name))
-        self.gaps = self._facts()
+        self.gaps = self._gaps_of_statements()
         self.links = self._links()
 
     def questions(self, seed: int) -> list[ClozeQuestion]:
-        """Returns questions of two documents and of one in turn, in an order drawn by a seed.
+        """Returns questions of two documents and of one document alternately, in an order drawn by a seed.
 
         There is at most one question of one document for each sentence, and one of two for each link.
         """
@@ -235,13 +247,14 @@ class ClozeMaker:
                 by_text.setdefault(question.text, question)
         return list(by_text.values())
 
-    def _facts(self) -> dict[Statement, list[ClozeGap]]:
-        """Returns the gaps of each statement.
+    def _gaps_of_statements(self) -> dict[Statement, list[ClozeGap]]:
+        """Returns the gaps of each statement of which questions are made.
 
-        A gap is one that only one text fills. That text occurs once in the statements of its document.
+        The answer of such a gap occurs once in the statements of its document and not in the title. No gap with the
+        same surroundings has another answer.
         """
         all_gaps = []
-        fit_gaps = []
+        usable_gaps = []
         for of_title in self.statements.values():
             text = "\n".join(of_title).casefold()
             for statement in of_title.values():
@@ -249,58 +262,59 @@ class ClozeMaker:
                     gap = ClozeGap(statement, start, end)
                     all_gaps.append(gap)
                     words = WORD.findall(gap.masked(" "))
-                    is_told = folded(gap.answer) in folded(statement.passage.title)
-                    if len(words) >= FEWEST_WORDS and not is_told and text.count(gap.answer.casefold()) == 1:
-                        fit_gaps.append(gap)
+                    in_title = folded(gap.answer) in folded(statement.passage.title)
+                    occurs_once = text.count(gap.answer.casefold()) == 1
+                    if len(words) >= FEWEST_WORDS and occurs_once and not in_title:
+                        usable_gaps.append(gap)
         unique = set(unambiguous(all_gaps))
         gaps: dict[Statement, list[ClozeGap]] = defaultdict(list)
-        for gap in fit_gaps:
+        for gap in usable_gaps:
             if gap in unique:
                 gaps[gap.statement].append(gap)
         return gaps
 
     def _links(self) -> list[tuple[ClozeGap, str]]:
-        """Returns the gaps that the title of another document fills, with that title, folded."""
-        titles: dict[str, set[str]] = defaultdict(set)  # by the name that a sentence would mention
+        """Returns links: gaps that the name of another document fills, each with the folded title of that document."""
+        titles: dict[str, set[str]] = defaultdict(set)  # the folded titles, by the name of their documents
         for title, of_title in self.statements.items():
-            for statement in list(of_title.values())[:1]:
-                titles[statement.name].add(title)
-        by_first_word: dict[str, list[str]] = defaultdict(list)
-        for name, title_set in titles.items():
+            first_statement = next(iter(of_title.values()), None)
+            if first_statement:
+                titles[first_statement.name].add(title)
+        names_by_first_word: dict[str, list[str]] = defaultdict(list)
+        for name, titles_of_name in titles.items():
             words = WORD.findall(name)
-            # A title such as `notes` is a word of any text.
-            if len(title_set) == 1 and words and len(name) > 2 and name != name.casefold():
-                by_first_word[words[0]].append(name)
+            # A name without capitals, such as `notes`, may stand in any text as an ordinary word.
+            has_capital = name != name.casefold()
+            if len(titles_of_name) == 1 and words and len(name) > 2 and has_capital:
+                names_by_first_word[words[0]].append(name)
         links = []
         for title, of_title in self.statements.items():
             for statement in of_title.values():
-                for name in self._names_in(statement, by_first_word):
+                for name in _names_in(statement, names_by_first_word):
                     (linked_title,) = titles[name]
-                    places = _places(statement.text, name)
-                    if linked_title == title or len(places) != 1 or mentions(statement.name, name):
+                    starts = _places(statement.text, name)
+                    if linked_title == title or len(starts) != 1 or mentions(statement.name, name):
                         continue
-                    gap = ClozeGap(statement, places[0], places[0] + len(name))
+                    gap = ClozeGap(statement, start=starts[0], end=starts[0] + len(name))
                     if len(WORD.findall(gap.masked(" "))) >= FEWEST_WORDS:
                         links.append((gap, linked_title))
         unique = set(unambiguous([gap for gap, _ in links]))
         return [(gap, title) for gap, title in links if gap in unique]
 
-    def _names_in(self, statement: Statement, by_first_word: dict[str, list[str]]) -> list[str]:
-        """Returns the names that a statement mentions, in its order, without those that are a part of a longer one."""
-        mentioned = []
-        for word in dict.fromkeys(WORD.findall(statement.text)):
-            mentioned += [name for name in by_first_word.get(word, ()) if mentions(statement.text, name)]
-        return [name for name in mentioned if not any(name != longer and name in longer for longer in mentioned)]
-
     def _simple(self, gap: ClozeGap) -> ClozeQuestion | None:
-        """Returns the question of a gap; None if it tells its answer."""
+        """Returns the question of one document that asks for a gap; None if the question tells its answer."""
         quoted = _quoted(gap.masked(MARKS[0]), gap.statement.name)
         return self._question(f"What is {MARKS[0]}? {quoted}", gap.answer, (gap.statement,))
 
     def _linked(self, link: ClozeGap, title: str, draw: random.Random) -> ClozeQuestion | None:
-        """Returns a question of a gap in the document that fills the `link`; None if none is fit."""
+        """Returns a drawn question of two documents; None if there is none.
+
+        The name of the second document, whose folded title is `title`, fills the gap `link`; the question asks for a
+        gap in the second document. That sentence must not mention the first document, nor the first sentence the
+        answer.
+        """
         questions = []
-        lead = _quoted(link.masked(MARKS[0]), link.statement.name)
+        first_quoted = _quoted(link.masked(MARKS[0]), link.statement.name)
         for statement in self.statements[title].values():
             for gap in self.gaps.get(statement, ()):
                 text = _without_name(gap, link.answer)
@@ -308,10 +322,9 @@ class ClozeMaker:
                     continue
                 if folded(gap.answer) in folded(link.statement.text):
                     continue
-                quoted = _quoted(text, MARKS[0])
-                question = self._question(
-                    f"What is {MARKS[1]}? {lead} {quoted}", gap.answer, (link.statement, statement)
-                )
+                second_quoted = _quoted(text, MARKS[0])
+                question_text = f"What is {MARKS[1]}? {first_quoted} {second_quoted}"
+                question = self._question(question_text, gap.answer, (link.statement, statement))
                 if question:
                     questions.append(question)
         if not questions:
@@ -319,31 +332,48 @@ class ClozeMaker:
         return draw.choice(questions)
 
     def _question(self, text: str, answer: str, statements: tuple[Statement, ...]) -> ClozeQuestion | None:
+        """Returns a question; None if its text has the answer."""
         if folded(answer) in folded(text):
             return None
         return ClozeQuestion(text, answer, statements, self.sentences_of)
 
 
+def _names_in(statement: Statement, names_by_first_word: dict[str, list[str]]) -> list[str]:
+    """Returns the names that a statement mentions, in the order of their first words, except parts of a longer name."""
+    mentioned = []
+    for word in dict.fromkeys(WORD.findall(statement.text)):
+        candidates = names_by_first_word.get(word, ())
+        mentioned += [name for name in candidates if mentions(statement.text, name)]
+    names = []
+    for name in mentioned:
+        is_part = any(name != longer and name in longer for longer in mentioned)
+        if not is_part:
+            names.append(name)
+    return names
+
+
 def unambiguous(gaps: Sequence[ClozeGap]) -> list[ClozeGap]:
-    """Returns the gaps whose context stands among the gaps with one answer only."""
+    """Returns the gaps without those whose surroundings are also the surroundings of a gap with another answer."""
     answers: dict[tuple[str, str, str], set[str]] = defaultdict(set)
     for gap in gaps:
-        answers[gap.context].add(folded(gap.answer))
-    return [gap for gap in gaps if len(answers[gap.context]) == 1]
+        answers[gap.surroundings].add(folded(gap.answer))
+    return [gap for gap in gaps if len(answers[gap.surroundings]) == 1]
 
 
 def _quoted(sentence: str, name: str) -> str:
-    """Returns a sentence in quotation marks, after the name of what it is about unless it has that itself."""
+    """Returns a sentence in quotation marks, after the name of its document if the sentence does not mention it."""
     if not name or mentions(sentence, name):
         return f'"{sentence}"'
     return f'{name}: "{sentence}"'
 
 
 def _without_name(gap: ClozeGap, name: str) -> str | None:
-    """Returns the sentence of a gap with (2) in it and (1) for a name; None if a part of the name stays, which would
-    tell it."""
+    """Returns the sentence of a gap with (2) in the gap and (1) in place of a name.
+
+    Returns None if the sentence then still has a word of the name, which would tell the name.
+    """
     text = gap.masked(MARKS[1])
-    for start in reversed(_places(text, name)):
+    for start in reversed(_places(text, name)):  # from the end on, so that earlier indices stay valid
         text = text[:start] + MARKS[0] + text[start + len(name) :]
     words_of_name = {word for word in WORD.findall(name) if len(word) > 2 and word not in PARTICLES}
     if words_of_name & set(WORD.findall(text)):
@@ -367,15 +397,16 @@ def split(
 ) -> tuple[list[ClozeQuestion], list[ClozeQuestion]]:
     """Returns the questions to train on, and the questions to test on.
 
-    The latter are those whose answers are in a `share` of the documents, in which no question to train on has its
-    answer. If the share is between 0 and 1, both lists have questions; of a single document, all are to train on.
+    A `share` of the documents is drawn. The questions whose answers are in the drawn documents are to test on, all
+    others to train on. If the share is between 0 and 1 and there are several documents, both lists have questions; if
+    there is a single document, all its questions are to train on.
     """
     titles = list(dict.fromkeys(folded(question.statements[-1].passage.title) for question in questions))
     random.Random(f"{seed}/test").shuffle(titles)
-    count = round(share * len(titles))
+    drawn_count = round(share * len(titles))
     if 0 < share < 1:
-        count = min(max(count, 1), len(titles) - 1)
-    held_out = set(titles[:count])
+        drawn_count = min(max(drawn_count, 1), len(titles) - 1)
+    held_out = set(titles[:drawn_count])
     training = []
     testing = []
     for question in questions:

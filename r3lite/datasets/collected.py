@@ -1,4 +1,4 @@
-"""The counts of `collect`, and its files that a later run goes on with: the output, the rejections, the settings."""
+"""The counts of `collect`, and the files by which a later run continues: output, rejections and settings."""
 
 import contextlib
 import json
@@ -15,10 +15,10 @@ from r3lite.core.errors import R3LiteError, explained
 from r3lite.core.files import check_writable, read_jsonl, recover_jsonl, write_jsonl, write_text
 from r3lite.core.records import parse
 
-MORE = ("limit", "skip_bad_rows")  # settings with which a run may go on: they add questions
-INPUTS = "# inputs: "
-# The keys of a record in the file of rejections, by --source. With `self`, every question that is done has a record,
-# whose reasons are those of its rejected episodes.
+MAY_DIFFER = ("limit", "skip_bad_rows")  # settings that may differ from the earlier run's: they only add questions
+INPUTS_COMMENT = "# inputs: "  # in the file of settings; the fingerprints of the inputs follow as JSON
+# The keys of a record in the file of rejections, by --source. With `self`, every question that is done has a record;
+# `reasons` says how many of its episodes were rejected for each reason.
 REJECTIONS = {
     "gold": {"id", "reason", "source"},
     "teacher": {"id", "reason"},
@@ -36,20 +36,20 @@ class Earlier:
 
 @dataclass
 class Tally:
-    """Counts of the questions: kept, rejected for what reason, and what their trajectories hold."""
+    """Counts of the questions that are kept or rejected, and of what the kept trajectories hold."""
 
     questions: int
     accepted: int = 0
     accepted_earlier: int = 0  # by runs that this one continues
-    rejected: Counter = field(default_factory=Counter)  # reason -> questions, or episodes of the model itself
+    rejected: Counter = field(default_factory=Counter)  # by reason: questions; with --source self, episodes
     rejections: list[dict] = field(default_factory=list)  # of gold trajectories: records of the rejected questions
     steps: int = 0  # of kept trajectories
-    gold: int = 0  # gold paragraphs that they need
-    retrieved_gold: int = 0  # those of them that the retriever found itself
-    extra: dict[str, object] = field(default_factory=dict)
+    gold: int = 0  # gold paragraphs that the kept trajectories need
+    retrieved_gold: int = 0  # gold paragraphs among them that the retriever found
+    extra: dict[str, object] = field(default_factory=dict)  # further lines of the table: name -> value
 
     def keep(self, steps: int, gold: int, retrieved_gold: int) -> None:
-        """Counts a trajectory with its steps, its gold paragraphs, and those of them that were retrieved."""
+        """Counts a trajectory; the arguments are the numbers of its steps and of its gold and retrieved paragraphs."""
         self.accepted += 1
         self.steps += steps
         self.gold += gold
@@ -60,9 +60,9 @@ class Tally:
         self.rejections.append({"id": question.id, "reason": reason, "source": "gold"})
 
     def keep_retrieved(self, question: Question, steps: Sequence[Step]) -> None:
-        """Counts a trajectory of which all documents were retrieved."""
+        """Counts a trajectory all of whose documents were retrieved, none inserted."""
         documents = [document for step in steps for document in step.documents]
-        retrieved_gold = question.gold_found(documents)
+        retrieved_gold = question.gold_indices(documents)
         self.keep(steps=len(steps), gold=len(question.gold), retrieved_gold=len(retrieved_gold))
 
     def table(self) -> str:
@@ -125,13 +125,12 @@ def rejected_ids(output: Path) -> set[str]:
 
 
 def read_earlier(output: Path, source: str, config: Any) -> Earlier:
-    """Returns the records of earlier runs into the same file.
+    """Returns the records of earlier runs into the same file, and removes unfinished last lines from their files.
 
     Raises R3LiteError for a file that this run may not go on writing. Gold trajectories, also of questions made from
     documents, are written all at once, so a file that is not empty is of another run. Runs with other sources continue
-    only a file of their own: `<output>.config.toml` has the settings of the latest run into it.
+    a file only if `<output>.config.toml` is beside it, which has the settings of the latest run into the file.
     """
-
     check_earlier(output, source, config)
     if source == "documents":
         source = "gold"
@@ -155,18 +154,22 @@ def read_earlier(output: Path, source: str, config: Any) -> Earlier:
 
 
 def check_earlier(output: Path, source: str, config: Any) -> None:
-    """Raises R3LiteError for a file of an earlier run that this one may not go on writing, by its size or settings."""
+    """Raises R3LiteError if this run may not write to a file.
+
+    With --source gold or documents the file must be empty. With other sources an earlier run into the file must have
+    had the same settings except MAY_DIFFER.
+    """
     if source in ("gold", "documents"):
         if _has_content(output):
             raise R3LiteError(
                 f"--output {output} exists and is not empty", "Pass a new file, or delete it.", code="output-not-empty"
             )
     elif _is_continued(output):
-        refuse_another_run(config_of(output), "collect", config, output=output, free=MORE)
+        refuse_another_run(config_of(output), "collect", config, output=output, free=MAY_DIFFER)
 
 
 def _is_continued(output: Path) -> bool:
-    """Returns whether an earlier run has begun to write a file that a later one may go on with."""
+    """Returns whether an earlier run has written trajectories or rejections, and has left its settings."""
     return config_of(output).exists() and (_has_content(output) or _has_content(rejections_of(output)))
 
 
@@ -174,20 +177,20 @@ def _has_content(path: Path) -> bool:
     return path.exists() and path.stat().st_size > 0
 
 
-def go_on(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str]) -> None:
-    """Writes the settings of a run beside its output, with the fingerprints of what it reads as a comment.
+def write_settings(output: Path, earlier: Earlier, settings: str, inputs: dict[str, str]) -> None:
+    """Writes the settings of a run beside its output, with the fingerprints of its `inputs` as a comment.
 
-    Raises R3LiteError if earlier runs, whose trajectories are there, have read something else.
+    Raises R3LiteError if there are trajectories or rejections of earlier runs that have read other inputs.
     """
     path = config_of(output)
     if path.exists() and (earlier.accepted or earlier.rejected):
         lines = path.read_text(encoding="utf-8").splitlines()
-        input_lines = [line for line in lines if line.startswith(INPUTS)]
+        input_lines = [line for line in lines if line.startswith(INPUTS_COMMENT)]
         inputs_of_earlier = {}
         if input_lines:
-            inputs_of_earlier = parse(input_lines[-1].removeprefix(INPUTS))
+            inputs_of_earlier = parse(input_lines[-1].removeprefix(INPUTS_COMMENT))
         refuse_other_inputs(inputs_of_earlier, inputs, "Restore it, or pass another --output.")
-    write_text(path, f"{settings}{INPUTS}{json.dumps(inputs)}\n")
+    write_text(path, f"{settings}{INPUTS_COMMENT}{json.dumps(inputs)}\n")
 
 
 def check_output(output: Path, config: Any) -> None:
@@ -206,4 +209,4 @@ def check_output(output: Path, config: Any) -> None:
             raise R3LiteError(f"--output {output} is a {kind}", remedy, code="not-a-file")
         check_writable(Path(os.path.realpath(output)).parent)
         if output.exists():
-            open(output, "ab").close()
+            open(output, "ab").close()  # raises OSError if the file is read-only

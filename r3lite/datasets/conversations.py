@@ -25,10 +25,10 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
     "observation": "tool",
 }
-SYSTEM = ("system", "system_prompt")
-WEIGHTS = ("weight", "train")
+SYSTEM = ("system", "system_prompt")  # keys of a row, of any layout, that may hold the system message
+WEIGHTS = ("weight", "train")  # keys of a message that may exclude it from training
 CALL_KEYS = ("name", "arguments")
-# Keys of a message of a role, beside those of its role and content.
+# The keys that a message of each role may have besides those of its role and its content.
 MESSAGE_KEYS = {
     "system": WEIGHTS,
     "user": WEIGHTS,
@@ -43,7 +43,7 @@ GLAIVE_ROLES = {"SYSTEM": "system", "USER": "user", "ASSISTANT": "assistant", "F
 GLAIVE_END = "<|endoftext|>"
 GLAIVE_HEADING = f"({'|'.join(GLAIVE_ROLES)}):"
 GLAIVE_LINE_TURNS = re.compile(f"^{GLAIVE_HEADING}", re.M)
-# If no turn of the assistant begins a line, turns follow any space.
+# For a text in which no line begins with `ASSISTANT:`: a turn may also begin within a line, after a space or `|>`.
 GLAIVE_INLINE_TURNS = re.compile(rf"(?:(?<!\S)|(?<=\|>)){GLAIVE_HEADING}", re.M)
 
 
@@ -83,15 +83,12 @@ def is_trained(message: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Makes messages of a row; names the keys that it reads or may leave unread, besides SYSTEM and its own keys.
-
-    `asks` are the keys of the question and the gold answer of a trace: RL asks this question as it is.
-    """
+    """How the messages of a row are read, and which keys the row may have besides SYSTEM and its keys in LAYOUTS."""
 
     messages: Callable[[Record], list[dict]]
     reads: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
-    asks: tuple[str, str] | None = None
+    asks: tuple[str, str] | None = None  # of a trace: the keys of the question, which RL asks as it is, and the answer
 
 
 def turn(role: str, content: str) -> dict[str, Any]:
@@ -136,7 +133,7 @@ def from_glaive(row: Record, key: str) -> list[dict]:
     pieces = GLAIVE_LINE_TURNS.split(chat)
     if "ASSISTANT" not in pieces:
         pieces = GLAIVE_INLINE_TURNS.split(chat)
-    preamble, *turns = pieces
+    preamble, *turns = pieces  # `turns` has headings and texts alternately
     if preamble or not turns:
         raise row.error(f"{key} does not start with USER:, ASSISTANT: or FUNCTION RESPONSE:")
     headings = turns[::2]
@@ -213,16 +210,17 @@ def from_openr1(row: Record) -> list[dict]:
         if len(flags) != len(generations):
             raise row.wrong(key, f"a list of {len(generations)}, one for each generation")
     complete = verdicts.pop("is_reasoning_complete", [True] * len(generations))
+    correct = list(verdicts.values())  # the flags of Math-Verify and of the judge, as far as the row has them
     for i, generation in enumerate(generations):
         thought, _, answer = generation.partition(THOUGHT_END)
-        is_right = not verdicts or any(flags[i] is True for flags in verdicts.values())
+        is_right = not correct or any(flags[i] is True for flags in correct)
         if complete[i] is True and is_right and answer.strip():
             return [turn("user", row.text("problem")), reply(thought, answer)]
     raise row.error("no generation is complete, correct by the verdicts, and has an answer after </think>")
 
 
 OPENR1_VERDICTS = ("is_reasoning_complete", "correctness_math_verify", "correctness_llama")
-# By the keys that every row of a layout has: how such a row is read.
+# The layouts, by the keys that every row of the layout has.
 LAYOUTS = {
     ("messages",): RowLayout(from_messages, reads=("tools",), ignores=("prompt",)),
     ("conversations",): RowLayout(from_sharegpt, reads=("tools",)),
@@ -248,14 +246,14 @@ KNOWN_LAYOUTS = "; ".join(", ".join(keys) for keys in LAYOUTS)  # for errors
 
 
 def _message(record: Record, role: str, role_key: str, text_key: str) -> dict:
-    """Returns a message of ours for one that has its role and content under other keys."""
+    """Returns a message with `role` and `content` of a record that has them under `role_key` and `text_key`."""
     _refuse_unknown(record, (role_key, text_key, *MESSAGE_KEYS[role]))
     calls = _objects(record, "tool_calls")
-    default = REQUIRED
+    default_text = REQUIRED
     if calls:
-        default = ""
-    text = record.text(text_key, default, blank=True)
-    if record.values[role_key] == "function_call":
+        default_text = ""
+    text = record.text(text_key, default_text, blank=True)
+    if record.values[role_key] == "function_call":  # the text is the call, as JSON
         text = ""
         calls = _objects(record, text_key)
     message = turn(role, text)
@@ -277,9 +275,12 @@ def _message(record: Record, role: str, role_key: str, text_key: str) -> dict:
 
 
 def _is_excluded(record: Record, role: str) -> bool:
-    """Returns whether a message has a weight of 0; raises InvalidRecord for other weights than its role may have."""
+    """Returns whether a message has a weight of 0 or false.
+
+    Raises InvalidRecord if its weights differ, or if its role may not have them.
+    """
     weights = {f"{record.path}{name}": record.values[name] for name in WEIGHTS if name in record}
-    allowed = [0]
+    allowed = [0]  # also allows False, which equals 0, as True equals 1
     if role == "assistant":
         allowed.append(1)
     are_allowed = all(weight in allowed for weight in weights.values())
@@ -290,7 +291,7 @@ def _is_excluded(record: Record, role: str) -> bool:
 
 
 def _call(call: Record) -> dict:
-    """Returns a call of a function, with its arguments as an object, as chat templates want it."""
+    """Returns a call of a function as chat templates want it; raises InvalidRecord if its arguments are no object."""
     if "function" in call:
         function = call.record("function")
         _refuse_unknown(call, ("id", "type", "index", "function"))
@@ -298,17 +299,17 @@ def _call(call: Record) -> dict:
     else:
         function = call
         _refuse_unknown(call, ("id", "type", "index", *CALL_KEYS))
-    arguments = Record(function.parsed("arguments") or {}, call.source, f"{function.path}arguments.").values
+    arguments = Record(function.parsed("arguments") or {}, call.source, f"{function.path}arguments.")
     values: dict[str, Any] = {}
     if "id" in call:
         values["id"] = call.text("id")
     values["type"] = call.choice("type", ("function",), "function")
-    values["function"] = {"name": function.text("name"), "arguments": arguments}
+    values["function"] = {"name": function.text("name"), "arguments": arguments.values}
     return values
 
 
 def _objects(record: Record, key: str) -> list[Record]:
-    """Returns the objects of a list, or one alone."""
+    """Returns the objects of the list under a key, or the one object there; none if the value is missing or empty."""
     objects = record.parsed(key) or []
     if not isinstance(objects, list):
         objects = [objects]
@@ -316,7 +317,7 @@ def _objects(record: Record, key: str) -> list[Record]:
 
 
 def _refuse_unknown(record: Record, allowed: Iterable[str]) -> None:
-    """Raises InvalidRecord, which names the key, if a record has something under a key not `allowed`."""
+    """Raises InvalidRecord, which names the key, if a record has a value other than a blank one under another key."""
     for key, value in record.values.items():
         if key in allowed or value in (None, [], {}):
             continue
@@ -328,7 +329,7 @@ def _refuse_unknown(record: Record, allowed: Iterable[str]) -> None:
         )
 
 
-Keys = tuple[str, ...]  # of a layout: its name, too
+Keys = tuple[str, ...]  # the keys in LAYOUTS by which a layout is recognised
 
 
 def layout_of(row: Record, other_keys: Iterable[str] = ()) -> Keys | None:
@@ -337,9 +338,9 @@ def layout_of(row: Record, other_keys: Iterable[str] = ()) -> Keys | None:
     Raises InvalidRecord if the row fits several layouts, or one and also has a key of `other_keys`. A layout does not
     count if another layout that the row fits declares all its keys.
     """
-    complete = [keys for keys in LAYOUTS if all(key in row for key in keys)]
-    layouts = [keys for keys in complete if not _is_covered(keys, complete)]
-    rivals = [*layouts, *((key,) for key in other_keys if key in row)]
+    fitting = [keys for keys in LAYOUTS if all(key in row for key in keys)]
+    layouts = [keys for keys in fitting if not _is_covered(keys, fitting)]
+    rivals = layouts + [(key,) for key in other_keys if key in row]
     if len(rivals) > 1:
         raise row.error(f"the keys fit more than one layout: {'; '.join(', '.join(keys) for keys in rivals)}")
     if not layouts:
@@ -348,12 +349,12 @@ def layout_of(row: Record, other_keys: Iterable[str] = ()) -> Keys | None:
 
 
 def _is_covered(keys: Keys, layouts: list[Keys]) -> bool:
-    """Returns whether another of the layouts knows all keys of one."""
-    return any(keys != layout and set(keys) <= set(declared(layout)) for layout in layouts)
+    """Returns whether another one of `layouts` declares all of these keys."""
+    return any(keys != other and set(keys) <= set(declared(other)) for other in layouts)
 
 
 def declared(keys: Keys) -> Keys:
-    """Returns all keys that a row of a layout may have."""
+    """Returns all keys that a row of the layout with these keys may have."""
     return (*keys, *SYSTEM, *LAYOUTS[keys].reads, *LAYOUTS[keys].ignores, *IGNORED)
 
 
@@ -379,7 +380,11 @@ def read_conversation(row: Record, id: str, keys: Keys) -> Conversation:
 
 
 def _with_system(row: Record, messages: list[dict]) -> list[dict]:
-    """Returns the messages, first the system message, if the row has one: in `messages` or under a key of SYSTEM."""
+    """Returns the messages with the row's system message first, if it has one.
+
+    The system message may be the first of `messages` or stand under a key of SYSTEM. Raises InvalidRecord if there are
+    two that differ.
+    """
     systems = []
     if messages and messages[0]["role"] == "system":
         system, *messages = messages

@@ -22,7 +22,7 @@ from r3lite.core.episode import Document, Failure, Question, Retrieve, Search, S
 from r3lite.core.files import write_jsonl
 from r3lite.datasets import gold
 from r3lite.datasets.collected import Tally, rejections_of
-from r3lite.datasets.gold import compared, queries, used
+from r3lite.datasets.gold import compared, queries, referenced_hops
 from r3lite.datasets.hops import name_of
 from r3lite.datasets.teacher import WITHOUT_SEARCH
 from r3lite.datasets.trajectories import Trajectory, check_steps
@@ -30,17 +30,17 @@ from r3lite.protocols.base import Protocol, one_line, same_query
 from r3lite.settings import CollectConfig, LengthSettings
 
 MISSED = "a query that does not find its gold paragraph"
-CHARACTERS = 4  # characters of English text per token, about: the limit of a document's length is in tokens
-QUOTED = 600  # most characters that a step quotes: a step must fit into a turn of the model
+CHARACTERS_PER_TOKEN = 4  # about, in English; the limit of a document's length is in tokens
+MAX_QUOTED = 600  # characters of the facts that a step quotes: a step must fit into a turn of the model
 RETRIEVER_FAILED = "the retriever failed"
 
 
 def write_gold(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
 ) -> Tally:
-    """Writes a trajectory for every question with a decomposition whose hops the retriever finds.
+    """Writes a trajectory for every question with a decomposition whose gold paragraphs the retriever finds.
 
-    Before that, writes the other questions' ids and the reasons to `<output>.rejected.jsonl`.
+    Before that, writes the ids of the other questions, with the reasons, to `<output>.rejected.jsonl`.
     """
     tally = Tally(len(questions))
     uses_evidence = config.collect.demonstrations == "evidence" and protocol.can_search and not protocol.plans
@@ -60,7 +60,8 @@ def write_gold(
     if tally.rejections:
         write_jsonl(rejections_of(output), tally.rejections)
     else:
-        rejections_of(output).unlink(missing_ok=True)  # of a run that was killed before it wrote the trajectories
+        # There may be rejections of a run that was killed before it wrote the trajectories.
+        rejections_of(output).unlink(missing_ok=True)
     write_jsonl(output, (trajectory.to_json() for trajectory in trajectories))
     return tally
 
@@ -80,7 +81,10 @@ def by_evidence(
     lengths: LengthSettings,
     tally: Tally,
 ) -> list[Trajectory]:
-    """Returns trajectories that write down the evidence found by their queries; counts them and the rejected ones."""
+    """Returns trajectories that write down the evidence that their queries find.
+
+    Counts the trajectories and the rejected questions in `tally`.
+    """
     trajectories = []
     for demonstration in demonstrate(questions, retrieve, lengths):
         question = demonstration.question
@@ -101,29 +105,31 @@ def by_sub_questions(
     nothing is retrieved.
 
     A question is rejected if one of its gold paragraphs is not found, unless --insert-gold inserts the paragraph.
+    Counts the trajectories and the rejected questions in `tally`.
     """
-    documents_of: list[list[list[Document]]] = [[] for _ in questions]  # by question and hop
+    documents_of: list[list[list[Document]]] = [[] for _ in questions]  # documents_of[question][hop]
     retrieved_gold = [0] * len(questions)
-    rejected: dict[int, str] = {}  # why, by the question's number
-    hops = 0
+    rejected: dict[int, str] = {}  # the reasons, by the index of the question
+    max_hops = 0
     if protocol.can_search:
-        hops = max((len(question.hops) for question in questions), default=0)
-    for hop in range(hops):
-        # One batch for the first queries of all questions, then one for the second queries, ...
-        numbers = [i for i, question in enumerate(questions) if hop < len(question.hops)]
+        max_hops = max((len(question.hops) for question in questions), default=0)
+    for hop in range(max_hops):
+        # One batch has the first queries of all questions, the next one the second queries, ...
+        indices = [i for i, question in enumerate(questions) if hop < len(question.hops)]
         batch = []
-        for i in numbers:
+        for i in indices:
             searches = _searches_of(questions[i], protocol)
             batch.append((questions[i], searches[hop]))
         outcomes = retrieve_all(retrieve, batch)
-        for i, outcome in zip(numbers, outcomes, strict=True):
+        for i, outcome in zip(indices, outcomes, strict=True):
+            retrieved = outcome
             if isinstance(outcome, Failure):
                 rejected[i] = RETRIEVER_FAILED
-                outcome = []
+                retrieved = []
             documents, has_gold = gold.with_gold(
                 questions[i],
                 hop,
-                outcome,
+                retrieved,
                 top_k=config.retrieval.top_k,
                 seed=f"{config.common.seed}/{questions[i].id}/{hop}",
             )
@@ -137,30 +143,30 @@ def by_sub_questions(
         if i in rejected:
             tally.reject(question, rejected[i])
             continue
-        answered = question
+        demonstrated = question
         draw = random.Random(f"{config.common.seed}/{question.id}/hurried").random()
         if draw < config.collect.hurried_share and len(question.hops) > 1:
-            answered = gold.hasty(question)
-        steps = gold.demonstration(answered, documents, protocol)
+            demonstrated = gold.hasty(question)
+        steps = gold.demonstration(demonstrated, documents, protocol)
         trajectories.append(Trajectory.of(question, steps, "gold"))
         tally.keep(steps=len(steps), gold=len(documents), retrieved_gold=retrieved_gold[i])
     return trajectories
 
 
 def _searches_of(question: Question, protocol: Protocol) -> list[Search]:
-    """Returns the searches of a question's hops, with the answers of earlier ones filled in."""
+    """Returns the searches of a question's hops, with the answers of earlier hops filled in."""
     if protocol.plans:
         return gold.planned_searches(question)
     return list(map(Search, queries(question)))
 
 
 def demonstrate(questions: Sequence[Question], retrieve: Retrieve, lengths: LengthSettings) -> list["Demonstration"]:
-    """Returns a demonstration of each question: one batch for the first queries of all, then one for the second
-    ones, ...
+    """Returns a demonstration of each question, answered or rejected.
 
-    Only about the first --max-document-tokens of a document count as read.
+    The queries of all unfinished demonstrations are retrieved in one batch. Only about the first --max-document-tokens
+    of a document count as read.
     """
-    document_length = CHARACTERS * lengths.max_document_tokens
+    document_length = CHARACTERS_PER_TOKEN * lengths.max_document_tokens
     demonstrations = [Demonstration(question, lengths.max_hops, document_length) for question in questions]
     while unfinished := [demonstration for demonstration in demonstrations if not demonstration.is_over]:
         batch = []
@@ -178,42 +184,49 @@ def demonstrate(questions: Sequence[Question], retrieve: Retrieve, lengths: Leng
 
 @dataclass
 class Demonstration:
-    """The steps of a question as they grow, query by query, until it is answered or `rejected` for a reason."""
+    """The steps of a question, which grow query by query until it is answered or `rejected`.
+
+    In its methods, a `hop` or the `number` of a hop is its index in `question.hops`.
+    """
 
     question: Question
     max_hops: int
     document_length: int  # characters of a document that can be read
     steps: list[Step] = field(default_factory=list)
-    rejected: str | None = None
+    rejected: str | None = None  # the reason
     _covered: set[int] = field(default_factory=set)  # hops whose evidence is written down
-    _queries: list[str] = field(init=False)  # of each hop, with the answers of earlier ones
-    _untried: list[str] = field(default_factory=list)  # queries that could take the place of the last step's query
+    _queries: list[str] = field(init=False)  # the query of each hop, with the answers of earlier hops filled in
+    _untried: list[str] = field(default_factory=list)  # queries that may replace the last step's query
 
     def __post_init__(self):
         self._queries = queries(self.question)
         first_query = one_line(self.question.text)
-        self.steps.append(Step.asking(_opening(self.question), first_query))
+        self.steps.append(Step.asking(_first_analysis(self.question), first_query))
 
     @property
     def is_over(self) -> bool:
         return bool(self.rejected) or self.steps[-1].answer is not None
 
     def add(self, documents: Sequence[Document]) -> None:
-        """Takes the documents of the last step's query, and writes the next step."""
+        """Adds documents to the last step, which asked for them; then adds the next step, replaces the last step's
+        query, or rejects the question."""
         self.steps[-1] = self.steps[-1].with_documents([documents])
         new_hops = []
         for hop in self._missing:
-            # A sub-question that refers to others waits for them, as nothing says before that its answer matters.
-            waits = self._sub_question(hop) and not used(self.question, hop) <= self._covered
-            if not waits and self._is_read(hop):
+            # A sub-question that refers to earlier answers waits for them: until then nothing tells that it matters.
+            is_ready = not self._sub_question(hop) or referenced_hops(self.question, hop) <= self._covered
+            if is_ready and self._is_read(hop):
                 new_hops.append(hop)
                 self._covered.add(hop)
         if not new_hops and len(self.steps) > 1:
             self._replace_query()
             return
-        analysis = " ".join(dict.fromkeys(self._fact(hop) for hop in new_hops)) or "Nothing of use was found."
-        if len(analysis) > QUOTED:
-            self.rejected = f"more than {QUOTED} characters to quote in a step"
+        facts = dict.fromkeys(self._fact(hop) for hop in new_hops)  # each once
+        analysis = " ".join(facts)
+        if not analysis:
+            analysis = "Nothing of use was found."
+        if len(analysis) > MAX_QUOTED:
+            self.rejected = f"more than {MAX_QUOTED} characters to quote in a step"
         elif self._missing:
             self._ask(analysis, self._missing)
         elif self._answer_stands_in_documents():
@@ -225,7 +238,10 @@ class Demonstration:
             self.rejected = "an answer that stands in no retrieved document"
 
     def _replace_query(self) -> None:
-        """Replaces the query of the last step, which found nothing new, by the next untried one."""
+        """Replaces the query of the last step, which found nothing new, by the next untried query.
+
+        Rejects the question if there is none.
+        """
         if self._untried:
             query = self._untried.pop(0)
             self.steps[-1] = Step.asking(self.steps[-1].analysis, query)
@@ -234,10 +250,12 @@ class Demonstration:
 
     @property
     def _missing(self) -> list[int]:
+        """The hops whose evidence is not written down yet."""
         return [hop for hop in range(len(self.question.hops)) if hop not in self._covered]
 
     def _texts_of(self, paragraph: Document) -> list[str]:
-        """Returns the texts of the documents retrieved so far that show a gold paragraph, or a part of it."""
+        """Returns the texts, as far as they are read, of the retrieved documents that are a gold paragraph or a part of
+        it."""
         index = self.question.gold_index(paragraph)
         texts = []
         for step in self.steps:
@@ -247,7 +265,7 @@ class Demonstration:
         return texts
 
     def _is_read(self, number: int) -> bool:
-        """Returns whether the fact of a hop stands in its gold paragraph, as it was retrieved so far."""
+        """Returns whether the fact of a hop stands in what has been retrieved of its gold paragraph."""
         hop = self.question.hops[number]
         texts = self._texts_of(hop.document)
         if self._sub_question(number):
@@ -273,46 +291,52 @@ class Demonstration:
         return None
 
     def _ask(self, analysis: str, missing: Sequence[int]) -> None:
-        """Adds a step that looks up the first of the missing hops, or a later one if nothing finds the first."""
+        """Adds a step that looks up the first of the missing hops, or a later one if there is no query for the first.
+
+        Rejects the question if there is no new query at all, or if it has too many queries.
+        """
         analyses = [step.analysis for step in self.steps]
-        context = " ".join([self.question.text, *analyses, analysis])
-        earlier = [query for step in self.steps for query in step.queries]
-        candidates = [one_line(query) for hop in missing for query in self._candidates(hop, context)]
-        fresh = []
+        stated_text = " ".join([self.question.text, *analyses, analysis])
+        earlier_queries = [query for step in self.steps for query in step.queries]
+        candidates = []
+        for hop in missing:
+            candidates += [one_line(query) for query in self._candidates(hop, stated_text)]
+        new_queries = []
         for query in dict.fromkeys(candidates):
-            if not any(same_query(query, earlier_query) for earlier_query in earlier):
-                fresh.append(query)
-        if not fresh:
+            if not any(same_query(query, earlier_query) for earlier_query in earlier_queries):
+                new_queries.append(query)
+        if not new_queries:
             self.rejected = "no query known for a missing paragraph"
         elif len(self.steps) == self.max_hops:
             self.rejected = f"more than {self.max_hops} queries"
         else:
-            first, *self._untried = fresh
+            first, *self._untried = new_queries
             self.steps.append(Step.asking(analysis, first))
 
-    def _candidates(self, number: int, context: str) -> list[str]:
-        """Returns the queries that look up a hop: the name of its paragraph, if the `context` has that name, then its
-        sub-question, if the context states the answers that the sub-question uses.
+    def _candidates(self, number: int, stated_text: str) -> list[str]:
+        """Returns the queries that may look up a hop, as far as `stated_text` states what they use.
 
-        The name comes first because retrievers find the paragraph more often by it. The context is the question and
-        all that was written down.
+        `stated_text` is the question and all analyses. If it has the name of the hop's paragraph, this name is the
+        first query, because retrievers find the paragraph more often by it. If it has the answers that the sub-question
+        of the hop uses, the sub-question is a query, too.
         """
         hops = self.question.hops
         candidates = []
         name = name_of(hops[number].document.title)
-        if stands_in(name, context):
+        if stands_in(name, stated_text):
             candidates.append(name)
-        if all(self._is_stated(hop, context) for hop in used(self.question, number)):
+        if all(self._is_stated(hop, stated_text) for hop in referenced_hops(self.question, number)):
             candidates.append(self._queries[number])
         return candidates
 
-    def _is_stated(self, number: int, context: str) -> bool:
-        """Returns whether the answer of a hop stands in the context, written down with its evidence."""
+    def _is_stated(self, number: int, stated_text: str) -> bool:
+        """Returns whether the evidence of a hop is written down, and its answer stands in the text."""
         if number not in self._covered:
             return False
-        return stands_in(self.question.hops[number].answer, context)
+        return stands_in(self.question.hops[number].answer, stated_text)
 
     def _answer_stands_in_documents(self) -> bool:
+        """Returns whether a retrieved document has the answer; an answer such as yes or no needs none."""
         answer = self.question.answers[0]
         if normalize(answer) in VERDICTS:
             return True
@@ -323,8 +347,8 @@ class Demonstration:
         return False
 
 
-def _opening(question: Question) -> str:
-    """Returns a sentence with those titles of the gold paragraphs that the question names."""
+def _first_analysis(question: Question) -> str:
+    """Returns a sentence that lists the names of gold paragraphs that stand in the question."""
     names = dict.fromkeys(name_of(paragraph.title) for paragraph in question.gold)
     in_question = [name for name in names if stands_in(name, question.text)]
     if not in_question:

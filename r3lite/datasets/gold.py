@@ -14,8 +14,8 @@ use its answer; each further step has the answers of a level of nodes, and the l
 
 For a protocol without search there is one step: analysis "{q_1} {a_1}. ... {q_n} {a_n}. This gives the answer."
 
-For demonstrations.py, `compared` tells by rule what a comparison comes to: a small model that has both dates right may
-still name the wrong film.
+`compared` states the result of a comparison by rule: a small model that has both dates right may still name the wrong
+film. demonstrations.py uses it.
 """
 
 import random
@@ -59,9 +59,9 @@ def queries(question: Question) -> list[str]:
 
 
 def _filled(sub_question: str, earlier_hops: Sequence[Hop]) -> str:
-    """Returns the question of a hop with the answers of earlier hops in place of their numbers."""
+    """Returns the question of a hop with the answers of earlier hops in place of `#1`, `#2`, ..."""
 
-    def answer_to(reference: re.Match) -> str:
+    def answer_of(reference: re.Match) -> str:
         preposition = reference[1] or ""
         number = int(reference[2])
         if not 1 <= number <= len(earlier_hops):
@@ -72,14 +72,14 @@ def _filled(sub_question: str, earlier_hops: Sequence[Hop]) -> str:
             return answer
         return preposition + answer
 
-    return re.sub(r"(\b\w+ )?#(\d{1,9})(?!\d)", answer_to, sub_question)
+    return re.sub(r"(\b\w+ )?#(\d{1,9})(?!\d)", answer_of, sub_question)
 
 
 def plan_of(question: Question) -> SearchPlan:
     """Returns the hops as nodes A, B, ...
 
-    In later sub-questions `{A}` replaces `#1`, and also the answer of hop 1 where it is named outright, unless the
-    whole question names this answer, too.
+    In later sub-questions `{A}` replaces `#1`. It also replaces the answer of hop 1 itself, unless the question has
+    this answer. An edge leads from a node to each node whose query refers to it.
     """
     nodes = []
     edges = []
@@ -106,7 +106,7 @@ def _node_name(number: int) -> str:
 
 
 def planned_searches(question: Question) -> list[Search]:
-    """Returns the searches of the plan's nodes, with the gold answers of others filled in."""
+    """Returns the searches of the plan's nodes, with the gold answers of the nodes that they refer to filled in."""
     plan = plan_of(question)
     answers = _answers(question)
     return [Search(node.filled(answers), kind=node.kind) for node in plan.nodes]
@@ -125,7 +125,7 @@ def planned(question: Question, documents: Sequence[Sequence[Document]]) -> tupl
             query = node.filled(answers)
             searches.append(Search(query, tuple(documents_of_node[node.name]), node.kind))
         search_steps.append(Step(analysis, tuple(searches)))
-        analysis = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)
+        analysis = "\n".join(f"{node.name}: {answers[node.name]}" for node in level)  # of the next step
     return *search_steps, Step(analysis, answer=question.answers[0])
 
 
@@ -143,8 +143,8 @@ def with_gold(
 ) -> tuple[list[Document], bool]:
     """Returns the documents of a hop with its gold paragraph among them, and whether the retriever found the paragraph.
 
-    A missing paragraph replaces the last of `top_k` documents. It is put at a random place, because a model would learn
-    a fixed place.
+    If it did not, the paragraph replaces the last of `top_k` documents. It is put at a random place, because a model
+    would learn a fixed place.
     """
     gold = question.hops[hop].document
     gold_index = question.gold_index(gold)
@@ -180,17 +180,18 @@ def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> t
     """
     if not protocol.verifies:
         return tuple(steps)
-    sources: dict[int, str] = {}  # the first document of each gold paragraph
+    # Such as `[2] Silent Harbour shows`, by the index of a gold paragraph: names the first document that is or has it.
+    citations: dict[int, str] = {}
     for step in steps:
         for number, document in enumerate(step.documents, 1):
             index = question.gold_index(document)
             if index is not None:
-                sources.setdefault(index, f"[{number}] {one_line(document.title)} shows")
+                citations.setdefault(index, f"[{number}] {one_line(document.title)} shows")
     facts = []
     for hop in question.hops:
         index = question.gold_index(hop.document)
-        if index in sources:
-            facts.append(f"{sources[index]} {one_line(hop.answer)}")
+        if index in citations:
+            facts.append(f"{citations[index]} {one_line(hop.answer)}")
     verification = ""
     if facts:
         verification = _sentence(", ".join(facts))
@@ -210,20 +211,20 @@ def with_searches(
     hops_of_step: list[list[int]] = [[]]
     for i in range(len(question.hops)):
         is_full = len(hops_of_step[-1]) == most_queries
-        waits = used(question, i) & set(hops_of_step[-1])
+        waits = referenced_hops(question, i) & set(hops_of_step[-1])
         if is_full or waits:
             hops_of_step.append([])
         hops_of_step[-1].append(i)
-    opening = "I need to find out:"
-    facts = ""
+    lead_in = "I need to find out:"
+    facts = ""  # of the latest step
     search_steps = []
     for hops in hops_of_step:
         step_queries = [sub_questions[i] for i in hops]
         searches = tuple(Search(sub_questions[i], tuple(documents[i])) for i in hops)
-        search_steps.append(Step(f"{opening} {' '.join(step_queries)}", searches))
+        search_steps.append(Step(f"{lead_in} {' '.join(step_queries)}", searches))
         answers = [_sentence(question.hops[i].answer) for i in hops]
         facts = " ".join(f"{query} {answer}" for query, answer in zip(step_queries, answers))
-        opening = f"{facts} Next I need to find out:"
+        lead_in = f"{facts} Next I need to find out:"
     return *search_steps, Step(f"{facts} This gives the answer.", answer=question.answers[0])
 
 
@@ -242,15 +243,18 @@ def _sentence(text: str) -> str:
 
 
 def compared(question: Question) -> str | None:
-    """Returns the sentence that compares the two facts of a comparison.
+    """Returns a sentence that compares the two facts of a comparison; None for other questions.
 
-    If the question asks whether they are the same: `India and Italian are not the same.`, or of facts that are
-    sentences: `They are not the same.` If they are two dates, one of which is earlier: `The Prairie King (June 9, 1956)
-    is before Confessions of an Opium Eater (October 26, 1993).` Returns None for a comparison of another kind.
+    The facts are the answers of the two hops that no further hop uses. If the question asks whether they are the same,
+    the sentence is `India and Italian are not the same.`, or `They are not the same.` if the facts are sentences. If
+    they are two dates, one of which is earlier, it is `The Prairie King (June 9, 1956) is before Confessions of an
+    Opium Eater (October 26, 1993).`
     """
-    all_hops = range(len(question.hops))
-    used_hops = {earlier for hop in all_hops for earlier in used(question, hop)}
-    last_hops = [hop for hop in all_hops if hop not in used_hops]
+    hop_count = len(question.hops)
+    used_hops: set[int] = set()
+    for hop in range(hop_count):
+        used_hops |= referenced_hops(question, hop)
+    last_hops = [hop for hop in range(hop_count) if hop not in used_hops]
     if "comparison" not in question.type or len(last_hops) != 2:
         return None
     answer = normalize(question.answers[0])
@@ -260,7 +264,7 @@ def compared(question: Question) -> str | None:
         if answer == "yes":
             verdict = "the same"
         compared_facts = f"{facts[0]} and {facts[1]}"
-        # HotpotQA says which sentences support an answer, and not what they state: they stand before this one.
+        # The facts of HotpotQA are supporting sentences. They stand in the analysis just before the returned sentence.
         if any(hop.answer == " ".join(hop.evidence) for hop in question.hops):
             compared_facts = "They"
         return f"{compared_facts} are {verdict}."
@@ -269,7 +273,7 @@ def compared(question: Question) -> str | None:
     for name, fact in zip(names, facts, strict=True):
         dated_facts.append(_DatedFact(date(fact) or (), f"{name} ({fact})"))
     earlier, later = sorted(dated_facts, key=lambda fact: fact.date)
-    # The order is not decided if the dates are the same, or are the same as far as the less exact one goes.
+    # Equal dates have no order, nor have dates that are equal as far as the less exact one goes: 1956 and June 9, 1956.
     is_decided = earlier.date and later.date[: len(earlier.date)] != earlier.date
     if is_decided and sum(normalize(name) == answer for name in names) == 1:
         return f"{earlier.text} is before {later.text}."
@@ -277,28 +281,28 @@ def compared(question: Question) -> str | None:
 
 
 class _DatedFact(NamedTuple):
-    """What is compared, and its date: year, month and day as far as they are known, or nothing."""
+    """A compared thing with its date."""
 
-    date: tuple[int, ...]
-    text: str
+    date: tuple[int, ...]  # year, month and day, as far as the fact has them; empty if it is no date
+    text: str  # the name of the thing, and the fact in brackets
 
 
-def used(question: Question, hop: int) -> set[int]:
+def referenced_hops(question: Question, hop: int) -> set[int]:
     """Returns the indices of the earlier hops whose answers the sub-question of a hop refers to."""
     numbers = map(int, re.findall(r"#(\d{1,9})(?!\d)", question.hops[hop].question))
     return {number - 1 for number in numbers if 1 <= number <= hop}  # others are parts of names, such as Mambo #5
 
 
 def subject(question: Question, hop: int) -> str:
-    """Returns what a chain of hops is about: the name of its first paragraph."""
-    earlier_hops = used(question, hop)
+    """Returns what a hop is about in the end: the name of the first paragraph of the chain that leads to the hop."""
+    earlier_hops = referenced_hops(question, hop)
     if earlier_hops:
         return subject(question, min(earlier_hops))
     return name_of(question.hops[hop].document.title)
 
 
 def date(text: str) -> tuple[int, ...] | None:
-    """Returns year, month and day, as far as the text has them; None if the text is no date."""
+    """Returns (year,), (year, month) or (year, month, day), as far as the text has them; None if it is no date."""
     match = DATE.fullmatch(text.strip())
     if match is None:
         return None

@@ -54,8 +54,8 @@ PHRASES = {
     "country of citizenship": "Of which country is {x} a citizen?",
     "place of detention": "Where was {x} detained?",
 }
-FACTS = 300  # characters of the facts that a comparison writes down: a step must fit into a turn of the model
-VERBAL = re.compile(r"\b(of|by|in|at|to|with|for|from|after|on|as)$")
+MAX_EVIDENCE = 300  # characters of the evidence of a hop: a step that quotes it must fit into a turn of the model
+ENDS_IN_PREPOSITION = re.compile(r"\b(of|by|in|at|to|with|for|from|after|on|as)$")
 
 
 def relation_question(subject: str, relation: str) -> str:
@@ -63,7 +63,7 @@ def relation_question(subject: str, relation: str) -> str:
     relation = " ".join(relation.split())
     if relation.lower() in PHRASES:
         return PHRASES[relation.lower()].format(x=subject)
-    if VERBAL.search(relation):
+    if ENDS_IN_PREPOSITION.search(relation):  # such as `named after`
         return f"What is {subject} {relation}?"
     if PERSONS.fullmatch(relation):
         return f"Who is the {relation} of {subject}?"
@@ -84,17 +84,17 @@ def natural(text: str) -> str:
     return text
 
 
-def from_evidences(question: Question, evidences, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """Returns the hops of a question of 2WikiMultiHopQA: one for each evidence (subject, relation, object; single
-    spaces), in the data set's order.
+def from_evidences(question: Question, evidences: list[list[str]], supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
+    """Returns the hops of a question of 2WikiMultiHopQA: one for each evidence, in the data set's order.
 
-    A subject that is the object of an earlier evidence becomes `#i`. Evidences that share subject and relation are one
-    hop with several answers. The paragraph of a hop is the gold one titled like the subject, else the one that names
-    both subject and object. Returns nothing if a hop has no paragraph. `supporting` as in `from_supporting`.
+    An evidence has three texts: subject, relation and object. A subject that is the object of an earlier evidence
+    becomes `#i`. Evidences that share subject and relation are one hop with several answers. The paragraph of a hop is
+    the gold one titled like the subject, else the one that names both subject and object. Returns () if a hop has no
+    paragraph. `supporting` maps the title of a gold paragraph to its supporting sentences.
     """
     merged: dict[tuple[str, str], list[str]] = {}
-    for subject, relation, value in evidences:
-        merged.setdefault((subject, relation), []).append(value)
+    for subject, relation, object_text in evidences:
+        merged.setdefault((subject, relation), []).append(object_text)
     hops: list[Hop] = []
     for (subject, relation), values in merged.items():
         document = _paragraph_of(question, subject, values)
@@ -118,7 +118,10 @@ def from_evidences(question: Question, evidences, supporting: dict[str, list[str
 
 
 def _paragraph_of(question: Question, subject: str, values: list[str]) -> Document | None:
-    """Returns the gold paragraph titled like the subject, else the one that names it and one of the values."""
+    """Returns the gold paragraph titled like the subject, else the one that names the subject and one of the values.
+
+    Returns None if there is neither.
+    """
     name = name_of(subject).casefold()
     for paragraph in question.gold:
         if name_of(paragraph.title).casefold() == name:
@@ -130,12 +133,11 @@ def _paragraph_of(question: Question, subject: str, values: list[str]) -> Docume
 
 
 def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """Returns the hops of a question of HotpotQA, from the one or two paragraphs of the supporting facts; nothing if
-    there are more.
+    """Returns the hops of a question of HotpotQA, from the one or two gold paragraphs; () if there are more.
 
-    `supporting` maps a gold title to its supporting sentences. One paragraph gives one hop, if it has the answer. The
-    hop looks up the paragraph's name if the question has that name, else the question itself. Two paragraphs give, by
-    the question's `type`:
+    `supporting` maps the title of a gold paragraph to its supporting sentences. One paragraph gives one hop, if it has
+    the answer. The hop looks up the paragraph's name if the question has that name, else the question itself. Two
+    paragraphs give, by the question's `type`:
 
     - comparison: one hop per paragraph, in the order in which the question names them; its answer is the supporting
       sentences themselves, the facts to compare, as far as they are short.
@@ -149,9 +151,9 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
         return ()
     if "comparison" in question.type:
         return _comparison(question, supporting)
-    sentences = {title: " ".join(of_title) for title, of_title in supporting.items()}
-    first, second = _bridge_order(question, sentences)
-    bridge = _bridge(question, first, second, sentences=sentences)
+    supporting_texts = {title: " ".join(sentences) for title, sentences in supporting.items()}
+    first, second = _bridge_order(question, supporting_texts)
+    bridge = _bridge(question, first, second, supporting_texts=supporting_texts)
     lead = question.text
     if name_of(first.title) != bridge:
         lead = _lead(question, first)
@@ -173,7 +175,7 @@ def _lead(question: Question, paragraph: Document) -> str:
 
 
 def _only_hop(question: Question, supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
-    """Returns the hop of a question with one gold paragraph; nothing if the paragraph does not have the answer."""
+    """Returns the hop of a question with one gold paragraph; () if the paragraph does not have the answer."""
     (paragraph,) = question.gold
     answer = question.answers[0]
     if not _mentions(paragraph.text, answer):
@@ -219,42 +221,52 @@ def from_paragraph(question: str, answer: str, document: Document | None) -> Hop
 
 
 def _telling(sentences: list[str], *names: str) -> list[str]:
-    """Returns the sentences that mention one of the names; all if none does."""
+    """Returns the sentences that mention one of the names; all sentences if none does."""
     telling = [sentence for sentence in sentences if any(_mentions(sentence, name) for name in names)]
     return telling or sentences
 
 
-def _bridge_order(question: Question, sentences: dict[str, str]) -> tuple[Document, Document]:
-    """Returns the two gold paragraphs in the order of the chain that explains the question better."""
+def _bridge_order(question: Question, supporting_texts: dict[str, str]) -> tuple[Document, Document]:
+    """Returns the two gold paragraphs in the order in which they are looked up, which is not in the data.
+
+    `supporting_texts` has the supporting sentences of each by its title. The second paragraph should have the answer,
+    the question should name the first, and the first should mention the second. These clues are weighted by hand.
+    """
     a, b = question.gold
     answer = question.answers[0]
 
     def score(first: Document, second: Document) -> float:
-        """Returns how well the chain first -> second explains the question."""
-        first_text = sentences[first.title]
-        second_text = sentences[second.title]
+        """Returns how much speaks for this order."""
+        first_text = supporting_texts[first.title]
+        second_text = supporting_texts[second.title]
         first_name = name_of(first.title)
         second_name = name_of(second.title)
-        evidence = 1.5 * (_mentions(second_text, answer) - _mentions(first_text, answer))
-        evidence += _overlap(first_name, question.text) - _overlap(second_name, question.text)
-        return evidence + 0.5 * _mentions(first_text, second_name)
+        answer_is_second = _mentions(second_text, answer) - _mentions(first_text, answer)  # -1, 0 or 1
+        name_is_first = _overlap(first_name, question.text) - _overlap(second_name, question.text)  # -1 to 1
+        leads_to_second = _mentions(first_text, second_name)  # 0 or 1
+        return 1.5 * answer_is_second + name_is_first + 0.5 * leads_to_second
 
     if score(a, b) >= score(b, a):
         return a, b
     return b, a
 
 
-def _bridge(question: Question, first: Document, second: Document, sentences: dict[str, str]) -> str:
-    """Returns the entity that the first hop finds: the title of one paragraph that the other paragraph mentions,
-    preferably a title that the question does not name."""
+def _bridge(question: Question, first: Document, second: Document, supporting_texts: dict[str, str]) -> str:
+    """Returns the entity that the first hop finds: the name of one paragraph.
+
+    Preferred is a name that the other paragraph mentions, best in its supporting sentences, and that the question does
+    not have; then any name that the question does not have; then any name that the other paragraph mentions; then the
+    second paragraph's.
+    """
     first_name = name_of(first.title)
     second_name = name_of(second.title)
     new_names = [name for name in (second_name, first_name) if _overlap(name, question.text) < 1]
     candidates: list[str] = []
-    for first_text, second_text in (
-        (sentences[first.title], sentences[second.title]),
+    pairs_of_texts = [
+        (supporting_texts[first.title], supporting_texts[second.title]),
         (first.text, second.text),
-    ):
+    ]
+    for first_text, second_text in pairs_of_texts:
         if _mentions(first_text, second_name):
             candidates.append(second_name)
         if _mentions(second_text, first_name):
@@ -262,14 +274,15 @@ def _bridge(question: Question, first: Document, second: Document, sentences: di
     for name in candidates:
         if name in new_names:
             return name
-    return [*new_names, *candidates, second_name][0]
+    by_preference = [*new_names, *candidates, second_name]
+    return by_preference[0]
 
 
 def _brief(sentences: list[str]) -> tuple[str, ...]:
-    """Returns the first sentences that together fit into FACTS characters; at least the first one, if there is any."""
+    """Returns the first sentences, as many as fit into MAX_EVIDENCE characters, but at least the first sentence."""
     brief = sentences[:1]
     for sentence in sentences[1:]:
-        if len(" ".join([*brief, sentence])) > FACTS:
+        if len(" ".join([*brief, sentence])) > MAX_EVIDENCE:
             break
         brief.append(sentence)
     return tuple(brief)
@@ -282,11 +295,12 @@ def name_of(title: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Returns text with `#1` written as `No. 1`, so that it is not taken for a reference to an earlier answer."""
+    """Returns text with `#1` written as `No. 1`, because `#1` refers to an earlier answer."""
     return re.sub(r"#(?=\d)", "No. ", text)
 
 
 def _mentions(text: str, name: str) -> bool:
+    """Returns whether the words of a name stand in a text, one after the other."""
     return in_a_row(split_words(name), split_words(text))
 
 

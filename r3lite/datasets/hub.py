@@ -17,12 +17,10 @@ from r3lite.settings.data import NAME_DATA
 
 KINDS = (".jsonl", ".json", ".parquet")  # in order of preference: parquet needs an extra
 TIMEOUT = 10.0  # seconds for the hub's answer to a listing
-# Script-only data sets are converted by the hub itself, to this branch.
+# The branch to which the hub converts data sets that have only a loading script.
 CONVERTED = "refs/convert/parquet"
-
-
 # By short name (DATA_SETS of settings/data.py): the repository, the subset and the name of its validation split. The
-# other split is called train in all of them.
+# training split is called train in all of them.
 NAMED = {
     "hotpotqa": ("hotpotqa/hotpot_qa", "distractor", "validation"),
     "2wiki": ("xanhho/2WikiMultihopQA", "", "dev"),
@@ -78,9 +76,10 @@ def hub_string(data: str) -> tuple[str, str, str] | None:
 
 
 def _download(name: str, subset: str, split: str) -> list[Path]:
+    """Downloads the files of a subset and split of a data set, and returns their paths."""
     from huggingface_hub import HfApi, errors, hf_hub_download
 
-    # The base class of the HTTP client's errors. Which client the hub library uses depends on the library's version.
+    # The base class of the errors of the HTTP client, which depends on the version of huggingface_hub.
     client_error = errors.HfHubHTTPError.__bases__[0]
     options = {"timeout": TIMEOUT, "files_metadata": True}
     try:
@@ -89,11 +88,11 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
             with contextlib.suppress(errors.RevisionNotFoundError):
                 info = HfApi().dataset_info(name, revision=CONVERTED, **options)
         checksums = _data_files(info.siblings)
-        names = on_card(info.card_data, list(checksums), subset=subset, split=split)
-        if not names:
-            names = pick(list(checksums), name, subset=subset, split=split)
+        file_names = on_card(info.card_data, list(checksums), subset=subset, split=split)
+        if not file_names:
+            file_names = pick(list(checksums), name, subset=subset, split=split)
         paths = []
-        for file_name in names:
+        for file_name in file_names:
             path = hf_hub_download(
                 name,
                 file_name,
@@ -117,7 +116,7 @@ def _download(name: str, subset: str, split: str) -> list[Path]:
 
 
 def _data_files(siblings: list | None) -> dict[str, str | None]:
-    """Returns path and SHA-256 of each listed file that can be read; None for small files, which git itself holds."""
+    """Returns the SHA-256 of each listed data file, by its path; None for a small file, for which git has none."""
     checksums = {}
     for sibling in sorted(siblings or [], key=lambda file: file.rfilename):
         if not sibling.rfilename.endswith(KINDS):
@@ -148,8 +147,9 @@ def sha256(path: Path) -> str:
 def on_card(card: Any, files: list[str], subset: str, split: str) -> list[str]:
     """Returns the files that a data set's card names for a subset and split, in its order; none if it names none.
 
-    See https://huggingface.co/docs/hub/datasets-manual-configuration: `configs` is a list of subsets (`config_name`),
-    each with `data_files`: a pattern, a list of them (train), or a list of splits with their patterns (`path`).
+    See https://huggingface.co/docs/hub/datasets-manual-configuration: `configs` is a list of subsets, each with a
+    `config_name` and `data_files`. These are a pattern or a list of patterns, of the split train, or a list of objects
+    with a `split` and its patterns, `path`.
     """
     listed = None
     if card:
@@ -178,7 +178,7 @@ def _as_list(value: Any) -> list:
 
 
 def _matching(files: list[str], patterns: list) -> list[str]:
-    """Returns the files that fit a pattern, in the order of the patterns; those that are no text fit nothing."""
+    """Returns the files that match a pattern, in the order of the patterns; a pattern that is no text is left out."""
     matching = []
     for pattern in patterns:
         if isinstance(pattern, str):
@@ -187,14 +187,15 @@ def _matching(files: list[str], patterns: list) -> list[str]:
 
 
 def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:
-    """Returns the files of one subset and split, of one kind. Both names are looked for as whole words of the path.
+    """Returns the files whose paths have a subset and a split as whole words; all of them have the same ending.
 
-    Raises R3LiteError if there are none, or if they are of several subsets.
+    Files with the split in their own name are preferred to files with it in a folder's name. Raises R3LiteError if
+    there are none, or if they are in several folders, which are several subsets.
     """
-    of_subset = [file for file in files if not subset or _names(file, subset)]
-    candidates = [file for file in of_subset if _names(PurePosixPath(file).name, split)]
+    of_subset = [file for file in files if not subset or _has_word(file, subset)]
+    candidates = [file for file in of_subset if _has_word(PurePosixPath(file).name, split)]
     if not candidates:
-        candidates = [file for file in of_subset if _names(file, split)]
+        candidates = [file for file in of_subset if _has_word(file, split)]
     for kind in KINDS:
         of_kind = [file for file in candidates if file.endswith(kind)]
         folders = sorted({str(PurePosixPath(file).parent) for file in of_kind})
@@ -212,5 +213,5 @@ def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:
     )
 
 
-def _names(path: str, word: str) -> bool:
+def _has_word(path: str, word: str) -> bool:
     return re.search(rf"(?<![a-z0-9]){re.escape(word.lower())}(?![a-z0-9])", path.lower()) is not None

@@ -8,11 +8,11 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from r3lite.core.answer_match import question_key
 from r3lite.core.episode import Question
-from r3lite.datasets.trajectories import Rows
+from r3lite.datasets.trajectories import ExamplesBySource
 
 
 @dataclass(frozen=True)
@@ -26,17 +26,18 @@ class Passes:
         """Returns the rows of draws `start` to `stop` - 1; draw 0 is the first of the first pass."""
         rows = []
         for draw in range(start, stop):
-            number, place = divmod(draw, self.count)
-            rows.append(_shuffled(self.count, f"{self.stream}{number}")[place])
+            number_of_pass, place = divmod(draw, self.count)
+            order = _shuffled(self.count, f"{self.stream}{number_of_pass}")
+            rows.append(order[place])
         return rows
 
     def shuffled(self, stream: str) -> Sequence[int]:
-        """Returns all rows in a random order."""
+        """Returns all rows in a random order, seeded by the argument `stream` alone."""
         return _shuffled(self.count, stream)
 
 
 class Mixture:
-    """Draws rows: each draw takes a source at random by the weights, and the next row of a pass over that source.
+    """Draws rows: each draw picks a source at random by the weights, and takes the next row of a pass over it.
 
     Each pass over a source has a new order. Draws depend on the seed, the sizes and the weights only, so that a resumed
     run, which begins with a later draw, gets the same rows.
@@ -61,9 +62,9 @@ class Mixture:
         """Returns the rows of draws `start` to `stop` - 1."""
         while len(self._rows) < stop:
             (source,) = self._source_stream.choices(range(len(self.sizes)), self.weights)
-            number, place = divmod(self._draws[source], self.sizes[source])
+            number_of_pass, place = divmod(self._draws[source], self.sizes[source])
             if place == 0:
-                self._passes[source] = self._new_pass(source, number)
+                self._passes[source] = self._new_pass(source, number_of_pass)
             self._draws[source] += 1
             self._rows.append(self._passes[source][place])
         return self._rows[start:stop].tolist()
@@ -75,13 +76,18 @@ class Mixture:
         return rows
 
     def shuffled(self, stream: str) -> list[int]:
-        """Returns all rows in a random order: drawn one by one without replacement, each row with its source's weight
-        divided by the source's size (Efraimidis and Spirakis 2006, doi 10.1016/j.ipl.2005.11.003)."""
+        """Returns all rows in the order of a weighted draw without replacement, seeded by `stream`.
+
+        The weight w of a row is its source's weight divided by the source's size. Each row gets the key log(u) / w with
+        a random u; the rows are sorted by their keys, the largest first (Efraimidis and Spirakis 2006, doi
+        10.1016/j.ipl.2005.11.003).
+        """
         generator = random.Random(stream)
         keys = []
         for size, weight in zip(self.sizes, self.weights, strict=True):
             for _ in range(size):
-                keys.append(math.log(1 - generator.random()) * size / weight)
+                u = 1 - generator.random()  # above 0
+                keys.append(math.log(u) * size / weight)
         return sorted(range(len(keys)), key=keys.__getitem__, reverse=True)
 
 
@@ -95,7 +101,7 @@ def rows_of_step(
 ) -> list[int]:
     """Returns the indices of the rows of step 1, 2, ..., drawn in passes over all `count` rows or from a mixture.
 
-    The run ends after `last` draws, if that is not None.
+    `last` is the number of draws of the whole run, after which a step has no more rows; None: it has no end.
     """
     start = (step - 1) * per_step
     stop = step * per_step
@@ -107,7 +113,7 @@ def rows_of_step(
 
 @dataclass(frozen=True)
 class QuestionOrder:
-    """Draws the questions of each round, each `generations` times, and names the random stream of each episode."""
+    """Draws the questions of each round, repeats each one `generations` times, and seeds each episode."""
 
     questions: Sequence[Question]
     generations: int
@@ -119,7 +125,10 @@ class QuestionOrder:
         return self.mixture or Passes(len(self.questions), f"{self.seed}/epoch ")
 
     def of_round(self, number: int, size: int) -> tuple[list[Question], list[str]]:
-        """Returns the questions and seeds of round 1, 2, ...: of `size` draws, each question `generations` times."""
+        """Returns the questions and the seeds of the episodes of round 1, 2, ..., which has `size` draws.
+
+        Each drawn question is repeated `generations` times, every time with another seed.
+        """
         start = (number - 1) * size
         stop = number * size
         questions = []
@@ -137,7 +146,7 @@ class QuestionOrder:
         size: int,
         used: set[str],
     ) -> tuple[list[Question], list[str]]:
-        """Returns the questions and seeds of attempt 1, 2, ... to replace groups of a round.
+        """Returns questions and seeds of `size` groups, in attempt 1, 2, ... to replace groups of round `number`.
 
         Questions whose ids are not in `used` come first. The result depends only on the seed, the round, the attempt
         and `used`.
@@ -148,20 +157,22 @@ class QuestionOrder:
         questions = []
         seeds = []
         for i in range(size):
-            row = unused_first[i % len(unused_first)]
+            row = unused_first[i % len(unused_first)]  # with fewer questions than `size`, they repeat
             questions += [self.questions[row]] * self.generations
             seeds += [f"{stream}/{i}/{k}" for k in range(self.generations)]
         return questions, seeds
 
 
-def hold_out(rows: Rows, fraction: float, limit: int, seed: int) -> tuple[Rows, Rows]:
+def hold_out(
+    rows: ExamplesBySource, fraction: float, limit: int, seed: int
+) -> tuple[ExamplesBySource, ExamplesBySource]:
     """Returns rows to train on and rows held out, both by source.
 
-    At most `fraction` of all rows are held out, and at most `limit`. Rows of one question stay together whatever their
-    source (see `ids_by_question`), so that the answer of a held-out question is never trained on. At least one question
-    is trained on.
+    At most `fraction` of all rows are held out, and at most `limit` rows. Rows of one question stay together whatever
+    their source (see `ids_by_question`), so that the answer of a held-out question is never trained on. At least one
+    question is trained on.
     """
-    counts = Counter(row.id for of_source in rows.values() for row in of_source)
+    counts = Counter(row.id for of_source in rows.values() for row in of_source)  # the number of rows of each id
     ids = sorted(counts)
     random.Random(f"{seed}/sft/validation").shuffle(ids)
     available = min(int(fraction * counts.total()), limit)
@@ -173,27 +184,28 @@ def hold_out(rows: Rows, fraction: float, limit: int, seed: int) -> tuple[Rows, 
         if id not in held_out and size <= available and len(held_out) + len(group) < len(ids):
             held_out |= group
             available -= size
-    to_train: Rows = {}
-    to_validate: Rows = {}
+    to_train: ExamplesBySource = {}
+    to_validate: ExamplesBySource = {}
     for name, of_source in rows.items():
         to_train[name] = [row for row in of_source if row.id not in held_out]
         to_validate[name] = [row for row in of_source if row.id in held_out]
     return to_train, to_validate
 
 
-def ids_by_question(rows: Rows) -> dict[str, set[str]]:
-    """Returns, for each id, the ids of all rows of its question.
+def ids_by_question(rows: ExamplesBySource) -> dict[str, set[str]]:
+    """Returns, for each id, the ids of all rows of its question. All ids of a question have the same set object.
 
     Two rows are of one question if they have the same id or ask the same, directly or through other rows.
     """
     groups: dict[str, set[str]] = {}
-    first_ids: dict[str, str] = {}  # the id of the first row with a key, by the key of what it asks
-    for row in (row for of_source in rows.values() for row in of_source):
+    first_ids: dict[str, str] = {}  # by the key of a question: the id of the first row that asks it
+    for row in chain.from_iterable(rows.values()):
         group = groups.setdefault(row.id, {row.id})
         key = question_key(row.question)
         if not key:
             continue
-        group_of_key = groups[first_ids.setdefault(key, row.id)]
+        first_id = first_ids.setdefault(key, row.id)
+        group_of_key = groups[first_id]
         if group_of_key is group:
             continue
         smaller, larger = sorted((group, group_of_key), key=len)
@@ -205,7 +217,7 @@ def ids_by_question(rows: Rows) -> dict[str, set[str]]:
 
 @functools.lru_cache(maxsize=2)
 def _shuffled(count: int, seed: str) -> tuple[int, ...]:
-    """Returns the numbers below `count`, shuffled. The last two orders are cached, because each step needs them."""
+    """Returns the numbers from 0 to `count` - 1, shuffled. The two latest orders are cached for the next steps."""
     order = list(range(count))
     random.Random(seed).shuffle(order)
     return tuple(order)

@@ -28,7 +28,7 @@ def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: L
         layout.open(transcript)
     searches = []
     for transcript in transcripts:
-        searches.append((transcript.question, transcript.pending[0]))
+        searches.append((transcript.question, transcript.pending[0]))  # `open` has asked for the question's documents
     outcomes = retrieve_all(retrieve, searches)
     rows = []
     for transcript, outcome in zip(transcripts, outcomes, strict=True):
@@ -42,9 +42,9 @@ def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: L
 
 
 def conversation(transcript: Transcript, documents: Sequence[Document], layout: Layout) -> dict:
-    """Returns the row of a question whose transcript was opened: system message, documents and question, answer.
+    """Returns the row of a question: the system message, a user message with documents and question, and the answer.
 
-    Adds the documents, cut as for the evaluation, and the answer to the transcript's steps.
+    The transcript was opened. Adds the documents, cut as for the evaluation, and the answer to its steps.
     """
     question = transcript.question
     protocol = layout.protocol

@@ -38,7 +38,7 @@ def read_with_rows(
 ) -> list[Item]:
     """Returns `make(question, row)` for each question that `read_questions` would return and the row it is from."""
     unanswerable = 0
-    ids: dict[str, str] = {}
+    places: dict[str, str] = {}  # where the question with each id stands, such as `dev.json, row 3`
 
     def convert(row: Record, default_id: str) -> Item | None:
         nonlocal unanswerable
@@ -47,8 +47,8 @@ def read_with_rows(
             return None
         question = question_from_row(row, default_id)
         where = row.source.where
-        if ids.setdefault(question.id, where) != where:
-            raise row.error(f"duplicate id {question.id!r}, also in {ids[question.id]}")
+        if places.setdefault(question.id, where) != where:
+            raise row.error(f"duplicate id {question.id!r}, also in {places[question.id]}")
         return make(question, row)
 
     questions = converted_rows(data, convert, limit=limit, skip_bad_rows=skip_bad_rows)
@@ -79,9 +79,11 @@ def _text(row: Record, key: str) -> str:
 
 
 def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
-    """Returns the answers under the first of the keys (ANSWERS) that is there, and MuSiQue's aliases.
+    """Returns the answers of a row, without repetition: those under the first of the keys that it has, and the aliases
+    of MuSiQue.
 
-    Answers are text, a number or a list of them.
+    Without `keys`, they are ANSWERS. An answer is text or a number, which becomes text. Raises InvalidRecord if there
+    is no answer.
     """
     if not keys:
         keys = ANSWERS
@@ -109,7 +111,7 @@ def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
 
 
 def _plain(row: Record, id: str) -> Question:
-    """Returns a question and its answers. Its `type` is the row's `task`, by which the reward `combined` chooses."""
+    """Returns a question with its answers. Its `type` is the row's `task`, which decides how `combined` rewards it."""
     return Question(
         id,
         text=_text(row, "question"),
@@ -143,7 +145,7 @@ def _musique(row: Record, id: str) -> Question:
         if index is not None:
             document = documents[index]
         sub_question = hops.natural(hop.text("question"))
-        answer = " ".join(_spoken(hop, "answer").split())
+        answer = " ".join(_text_or_number(hop, "answer").split())
         decomposition.append(hops.from_paragraph(sub_question, answer, document))
     gold = [hop.document for hop in decomposition if hop.document]
     if not gold:
@@ -160,8 +162,8 @@ def _musique(row: Record, id: str) -> Question:
     )
 
 
-def _spoken(row: Record, key: str) -> str:
-    """Returns text, or a number as text."""
+def _text_or_number(row: Record, key: str) -> str:
+    """Returns the text under a key, or the number there as text; raises InvalidRecord for anything else."""
     value = row.values.get(key)
     if type(value) in (int, float) and math.isfinite(row.number(key)):
         return number_text(value)
@@ -175,7 +177,7 @@ def _hotpot(row: Record, id: str) -> Question:
     """
     context = _context(row)
     supporting: dict[str, list[int]] = {}  # numbers of sentences, by the titles of their paragraphs
-    for title, number in _pairs(row, "supporting_facts", columns=("title", "sent_id")):
+    for title, number in _entries(row, "supporting_facts", columns=("title", "sent_id")):
         if not isinstance(title, str) or type(number) is not int or not 0 <= number <= WHOLE:
             raise row.error("supporting_facts is not a list of pairs: title, sentence number")
         supporting.setdefault(title, []).append(number)
@@ -206,7 +208,7 @@ def _hotpot(row: Record, id: str) -> Question:
 
 def _context(row: Record) -> list[list]:
     """Returns the title and the sentences of each paragraph; raises InvalidRecord if they are something else."""
-    context = _pairs(row, "context", columns=("title", "sentences"))
+    context = _entries(row, "context", columns=("title", "sentences"))
     for title, sentences in context:
         if not isinstance(title, str) or not isinstance(sentences, list):
             raise row.error("context is not a list of pairs: title, list of sentences")
@@ -227,7 +229,7 @@ def _separator(context: list[list]) -> str:
 
 
 def _supporting_sentences(sentences: list[str], numbers: list[int]) -> list[str]:
-    """Returns the sentences of a paragraph that supporting facts name; its first sentence if it has none of those.
+    """Returns the sentences of a paragraph with these numbers (from 0); its first sentence if it has none of them.
 
     Some supporting facts of HotpotQA name a sentence past the end of the paragraph.
     """
@@ -242,7 +244,7 @@ def _evidences(row: Record) -> list[list[str]]:
     if "evidences" not in row:
         return []
     evidences = []
-    for evidence in _pairs(row, "evidences", columns=("fact", "relation", "entity")):
+    for evidence in _entries(row, "evidences", columns=("fact", "relation", "entity")):
         texts = []
         for part in evidence:
             if type(part) in (int, float):
@@ -254,8 +256,11 @@ def _evidences(row: Record) -> list[list[str]]:
     return evidences
 
 
-def _pairs(row: Record, key: str, columns: tuple[str, ...]) -> list[list]:
-    """Returns a list of short lists, which some hub copies keep as columns, and some as JSON text."""
+def _entries(row: Record, key: str, columns: tuple[str, ...]) -> list[list]:
+    """Returns a list of entries, each a list with a value for each of the columns.
+
+    Some copies of the data sets on the hub have an object of columns instead, and some JSON text.
+    """
     value = row.parsed(key)
     if isinstance(value, dict):
         lists = [value.get(column) for column in columns]

@@ -1,5 +1,5 @@
-"""Rows of data files: JSON array, JSON lines or parquet, recognised by their first bytes, and tables, by their names.
-Knows no meaning of a row."""
+"""Rows of data files: JSON array, JSON lines and parquet, recognised by their first bytes, and tables (CSV, TSV),
+recognised by the ending of their names. Knows no meaning of a row."""
 
 import itertools
 import json
@@ -22,12 +22,13 @@ from r3lite.settings.data import NAME_DATA
 if TYPE_CHECKING:
     import pyarrow
 
-SPACE = re.compile(r"[ \t\r\n]*")  # of JSON
+JSON_SPACE = re.compile(r"[ \t\r\n]*")
 JSON_NAMES = (".json", ".jsonl")
-# In the types of the columns of a parquet file whose values JSON may lack: NaN, dates, bytes, decimal numbers.
+# Types of parquet columns that may have values that JSON cannot express: NaN, dates, bytes, decimal numbers.
 BEYOND_JSON = re.compile("float|double|time|date|duration|binary|decimal")
+# Remedies.
 MEND = "Fix or remove the row, or pass --skip-bad-rows."
-TABLE = "Save it as CSV in UTF-8 with the names of the columns in its first line, such as question,answer."
+SAVE_AS_CSV = "Save it as CSV in UTF-8 with the names of the columns in its first line, such as question,answer."
 ROWS_OF_TABLE = "Its first line has the names of the columns, such as question,answer; each further line is a row."
 
 Item = TypeVar("Item")
@@ -59,7 +60,7 @@ def converted_rows(
     rows = ((path, row) for path in hub.files_of(str(data)) for row in file_rows(path, on_bad))
     for path, row in tqdm(rows, f"reading {data}", unit=" rows", **BRIEF):
         is_empty = False
-        number = row.source.where.split()[-1]
+        number = row.source.where.split()[-1]  # `where` is such as `dev.json, row 3`
         try:
             item = convert(row, f"{path.stem}-{number}")
         except InvalidRecord as error:
@@ -81,12 +82,12 @@ def converted_rows(
 
 
 def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
-    """Yields the rows of a file, each with its place (`line 3`, `row 7`); the error of a bad row goes to `on_bad`.
+    """Yields the rows of a file, each with its place (`line 3`, `row 7`); calls `on_bad` with the error of a bad row.
 
     A syntax error in an array raises in any case: nothing after it can be read.
     """
     with open_regular(path, NAME_DATA) as file:
-        head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")
+        head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")  # without UTF-8's byte order mark and white space
     suffix = path.suffix.lower()
     if head.startswith(b"PAR1"):
         yield from _parquet_rows(path, on_bad)
@@ -99,28 +100,30 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[R
     else:
         raise R3LiteError(
             f"{path} is neither JSON, JSON lines nor parquet, and its name does not end in .csv or .tsv",
-            f"{TABLE} Or write a line of JSON for each row.",
+            f"{SAVE_AS_CSV} Or write a line of JSON for each row.",
             code="data-format-unknown",
         )
 
 
 def _table_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
     """Yields the rows of a CSV or TSV file, without empty cells. Its first line names the keys, in any letter case."""
-    rows = rows_of_file(read_text(path, TABLE), path.suffix.lower(), str(path), TABLE)
-    names = [name.strip().lower() for name in rows[0]] if rows else []
+    rows = rows_of_file(read_text(path, SAVE_AS_CSV), path.suffix.lower(), str(path), SAVE_AS_CSV)
+    names = []
+    if rows:
+        names = [name.strip().lower() for name in rows[0]]
     for name in names:
         if name and names.count(name) > 1:
-            raise R3LiteError(f"{path} has {names.count(name)} columns named {name}", TABLE, code="column-twice")
+            raise R3LiteError(f"{path} has {names.count(name)} columns named {name}", SAVE_AS_CSV, code="column-twice")
     remedy = MEND
     if "question" not in names:
         remedy = f"The first line must name the columns, such as question,answer. {MEND}"
     for number, cells in enumerate(rows[1:], 1):
         padded = list(itertools.zip_longest(names, cells, fillvalue=""))
         blank_names = [name for name, cell in padded if name and not cell.strip()]
-        of_row = remedy
+        remedy_of_row = remedy
         if blank_names:
-            of_row = f"Empty in this row: {', '.join(blank_names)}. {remedy}"
-        source = Source(f"{path}, row {number}", of_row)
+            remedy_of_row = f"Empty in this row: {', '.join(blank_names)}. {remedy}"
+        source = Source(f"{path}, row {number}", remedy_of_row)
         if len(cells) > len(names):
             cause = f"{source.where}: {len(cells)} cells, but {len(names)} columns"
             on_bad(InvalidRecord(cause, f"Put cells with commas in quotation marks. {MEND}", code="bad-row"))
@@ -176,7 +179,7 @@ def _array_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator
 
 def _after_space(text: str, place: int) -> int:
     """Returns the index of the first character at or after `place` that is not JSON's white space."""
-    return SPACE.match(text, place).end()
+    return JSON_SPACE.match(text, place).end()
 
 
 def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[Record]:
@@ -208,7 +211,7 @@ def _parquet_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterat
 
 
 def _in_json(value: Any) -> Any:
-    """Returns a value as JSON can have it: dates and decimal numbers as text; nothing for NaN and infinity."""
+    """Returns a value as JSON can have it: dates and decimal numbers as text; None for NaN and infinity."""
     text = json.dumps(value, default=_text_of)
     return json.loads(text, parse_constant=lambda _: None)
 
@@ -231,15 +234,16 @@ def _is_json(field: "pyarrow.Field") -> bool:
 
 
 def _parts(field: "pyarrow.Field") -> list["pyarrow.Field"]:
-    """Returns the fields of a struct, or that of a list's elements; none of other types."""
-    if hasattr(field.type, "value_field"):
+    """Returns the fields of a struct, or the one field of a list's elements; [] for other types."""
+    if hasattr(field.type, "value_field"):  # a list
         return [field.type.value_field]
-    if hasattr(field.type, "get_field_index"):
+    if hasattr(field.type, "get_field_index"):  # a struct
         return [field.type.field(i) for i in range(field.type.num_fields)]
     return []
 
 
 def _has_json(field: "pyarrow.Field") -> bool:
+    """Returns whether a field, or a field at any depth in it, has JSON texts."""
     return _is_json(field) or any(map(_has_json, _parts(field)))
 
 

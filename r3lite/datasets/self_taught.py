@@ -26,12 +26,12 @@ from r3lite.settings import CollectConfig, CollectSettings
 BLOCK = 32  # questions that are sampled together, and written together
 # Takes questions, which may repeat, and a seed for the random stream of each; returns their episodes in this order.
 Sample = Callable[[list[Question], list[str]], list[Episode]]
-Selection = tuple[list[Episode], Counter[str]]  # the episodes that are kept, and how many are rejected, by the reason
+Selection = tuple[list[Episode], Counter[str]]  # the kept episodes, and by reason how many are rejected
 
 
 @dataclass
 class Harvest:
-    """The model's own trajectories in a file, and for each question that is done, how many episodes were rejected.
+    """The model's own trajectories in a file, and for each question that is done, how many episodes are rejected.
 
     A question is done once it has a record in `<output>.rejected.jsonl`, which is written after its trajectories:
     trajectories of a question without such a record were left by a run that was killed.
@@ -41,11 +41,11 @@ class Harvest:
     questions: dict[str, Question]  # by id
     accepted: list[Trajectory]
     rejected: dict[str, Counter[str]]  # by the question's id: reason -> episodes
-    failed: list[str] = field(default_factory=list)  # for each question at which the retriever failed, why
+    failed: list[str] = field(default_factory=list)  # why the retriever failed, once for each question with a failure
 
     @staticmethod
     def after(earlier: Earlier, questions: list[Question], protocol: Protocol, output: Path) -> "Harvest":
-        """Returns what earlier runs have kept; removes trajectories of questions that are not done from the file."""
+        """Returns the harvest of earlier runs; removes trajectories of questions that are not done from the file."""
         rejected = {str(record["id"]): Counter(record["reasons"]) for record in earlier.rejected}
         done = [record for record in earlier.accepted if str(record["id"]) in rejected]
         if len(done) < len(earlier.accepted):
@@ -60,6 +60,7 @@ class Harvest:
 
     @property
     def waiting(self) -> list[Question]:
+        """The questions that are not done."""
         return [question for id, question in self.questions.items() if id not in self.rejected]
 
     def gather(self, sample: Sample, config: CollectConfig, protocol: Protocol) -> None:
@@ -112,7 +113,10 @@ class Harvest:
         self.rejected |= reasons
 
     def tally(self, per_question: int) -> Tally:
-        """Returns counts of this run's questions, whichever run sampled their episodes; the yield is by hops."""
+        """Returns counts of this run's questions, whichever run sampled their episodes: `per_question` episodes each.
+
+        Its further lines are the yield by the number of hops.
+        """
         done = [question for id, question in self.questions.items() if id in self.rejected]
         row_counts = Counter(row.id for row in self.accepted)
         tally = Tally(len(self.questions), extra={"episodes sampled": per_question * len(done)})
@@ -162,9 +166,9 @@ def select(episodes: Iterable[Episode], protocol: Protocol, settings: CollectSet
     """Returns at most --keep of one question's episodes, and counts of the others by the reason of their rejection.
 
     Episodes in which the model wrote fewer tokens are preferred. Of episodes that ask the same queries in the same
-    order (without queries: that write the same analyses), only the shortest is kept.
+    order, only the shortest is kept; episodes without queries are compared by their analyses instead.
     """
-    selected: dict[tuple, Episode] = {}  # by the words of their queries, else of their analyses
+    selected: dict[tuple, Episode] = {}  # by the words of each query, or of each analysis
     reasons: Counter[str] = Counter()
     for episode in sorted(episodes, key=lambda episode: episode.tokens_written):
         texts = episode.queries or [step.analysis for step in episode.steps]
@@ -189,7 +193,7 @@ def fault(episode: Episode, protocol: Protocol, min_f1: float, retrieves: bool) 
     faults = [name for step in episode.steps for name in step.faults]
     if ANSWER_WAS_FORCED in faults or NO_ROOM in faults:
         return "forced answer"
-    if CUT_OFF in (episode.finish, *faults):
+    if episode.finish == CUT_OFF or CUT_OFF in faults:
         return "cut off"
     if COPIED_EXAMPLE in faults:
         return "answer copied from the prompt's worked example"

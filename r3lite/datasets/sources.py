@@ -1,6 +1,6 @@
-"""The data that a run learns from: --data, or several [[sources]] with a weight, a type and a step format each.
+"""The data that a run learns from: --data, or several [[sources]], each with a weight, a type and a step format.
 
-Rows and questions know the name of their source; it is empty for those of --data.
+Rows and questions have the name of their source, which is "" for --data.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from r3lite.datasets.rows import Item, converted_rows
 from r3lite.datasets.splits import new_questions, without
 from r3lite.datasets.trajectories import (
     Example,
+    ExamplesBySource,
     Row,
-    Rows,
     encode_row,
     encode_rows,
     parts_of,
@@ -45,7 +45,7 @@ CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
 
 
 def entries_of(data: DataSettings, mixture: SourceSettings) -> tuple[SourceEntry, ...]:
-    """Returns the entries of [[sources]], which may be none. Raises UsageError if --data is given, too."""
+    """Returns the entries of [[sources]]; () if there are none. Raises UsageError if --data is given, too."""
     if data.data and mixture.sources:
         raise UsageError(
             "--data and [[sources]] are both given: pass one (--sources none unsets those of a file)",
@@ -81,7 +81,10 @@ def protocols_of(settings: ProtocolSettings, mixture: SourceSettings) -> dict[st
 
 
 def build_mixture(mixture: SourceSettings, items: Sequence[Row | Question], seed: str) -> Mixture | None:
-    """Returns how `items`, which must be in the order of their sources, are drawn; None without sources."""
+    """Returns the mixture from which `items` are drawn; None without sources.
+
+    The items must be in the order of their sources, and so is the numbering of the mixture's rows.
+    """
     if not mixture.sources:
         return None
     counts = Counter(item.source for item in items)
@@ -89,7 +92,7 @@ def build_mixture(mixture: SourceSettings, items: Sequence[Row | Question], seed
     return Mixture(sizes, [entry["weight"] for entry in mixture.sources], seed)
 
 
-def read_rows_of(data: DataSettings, mixture: SourceSettings, protocols: Mapping[str, Protocol]) -> Rows:
+def read_rows_of(data: DataSettings, mixture: SourceSettings, protocols: Mapping[str, Protocol]) -> ExamplesBySource:
     """Returns the SFT rows of each source, the first --limit of each; bad ones are treated as by `read_rows`."""
     entries = entries_of(data, mixture)
     if not entries:
@@ -98,7 +101,7 @@ def read_rows_of(data: DataSettings, mixture: SourceSettings, protocols: Mapping
     return {entry["name"]: _rows(entry, data, protocols[entry["name"]]) for entry in entries}
 
 
-def read_data(config: SftConfig) -> tuple[dict[str, Protocol], Rows, Rows]:
+def read_data(config: SftConfig) -> tuple[dict[str, Protocol], ExamplesBySource, ExamplesBySource]:
     """Returns the protocols, with their prompt files read, the rows to train on and the held-out rows: all three by the
     name of the source."""
     protocols = protocols_of(config.protocol, config.mixture)
@@ -113,7 +116,8 @@ def read_data(config: SftConfig) -> tuple[dict[str, Protocol], Rows, Rows]:
 
 
 def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Example]:
-    kind = entry.get("type")  # SFT takes any row of a source without a type, also conversations
+    """Returns the SFT rows of a source; a row that does not suit the type of the source is a bad one."""
+    kind = entry.get("type")  # None: the source may have trajectories and conversations of any type
 
     def convert(row: Record, id: str) -> Example:
         if not has_steps(entry) and "steps" in row:
@@ -130,12 +134,12 @@ def _rows(entry: SourceEntry, data: DataSettings, protocol: Protocol) -> list[Ex
 
 
 def _has_thought(conversation: Conversation) -> bool:
-    """Returns whether a reply of the assistant has a thought that is ended."""
+    """Returns whether a reply of the assistant has the end of a thought."""
     replies = (message["content"] for message in conversation.messages if message["role"] == "assistant")
     return any("</think>" in reply for reply in replies)
 
 
-def encode_rows_of(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
+def encode_rows_of(rows: ExamplesBySource, layouts: Mapping[str, Layout]) -> list[Row]:
     """Returns the rows of all sources in tokens, source after source; prints how many of each source are left out."""
     for name, of_source in rows.items():
         if not of_source:
@@ -154,7 +158,7 @@ def encode_rows_of(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
     return encoded
 
 
-def encode_fitting(rows: Rows, layouts: Mapping[str, Layout]) -> list[Row]:
+def encode_fitting(rows: ExamplesBySource, layouts: Mapping[str, Layout]) -> list[Row]:
     """Returns the same rows as `encode_rows_of`, but prints nothing, and returns no rows if none fits."""
     encoded = []
     for name, of_source in rows.items():
@@ -185,6 +189,7 @@ def read_questions_of(data: NewQuestionSettings, mixture: SourceSettings) -> lis
 
 
 def _questions(entry: SourceEntry, data: DataSettings) -> list[Question]:
+    """Returns the questions of a source, with their ids in its file."""
     kind = entry.get("type", "qa")
     if kind != "qa":
         return _converted(entry, data, lambda row, id: task_from_row(row, kind, id))
@@ -193,29 +198,31 @@ def _questions(entry: SourceEntry, data: DataSettings) -> list[Question]:
 
 
 def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
-    """Returns the question of a row of type chat, coding, function_calling or r1, with its line breaks; raises
-    InvalidRecord.
+    """Returns the question of a row of type chat, coding, function_calling or r1, with its line breaks.
 
-    The question of a conversation is the user message before its last reply, or, for function_calling, before the first
-    reply that calls a function; earlier messages come before it. The gold answer is the reply; for r1 it is only the
-    reply's text after the thought. A row of `question` and `answer` is asked as it is.
+    A row with `question` and `answer`, or a trace, is asked as it is. In any other conversation, the reply to learn is
+    the last one or, for function_calling, the first one that calls a function. The question is the user message before
+    the reply; `earlier` has the messages before the question. The gold answer is the reply; for r1 it is only the
+    reply's text after the thought. Raises InvalidRecord.
     """
     id = row.identifier("id", default_id)
     layout = layout_of(row)
-    asks = ("question", *ANSWERS)  # the key of a question, then the keys of its answers
+    asks = ("question", *ANSWERS)
     if layout:
         asks = LAYOUTS[layout].asks
-    if asks and asks[0] in row:
-        return Question(id, text=row.text(asks[0]), answers=plain_answers(row, *asks[1:]), type=kind)
+    if asks:
+        question_key, *answer_keys = asks
+        if question_key in row:
+            return Question(id, text=row.text(question_key), answers=plain_answers(row, *answer_keys), type=kind)
     if not layout:
         raise row.error(f"has neither 'question' and 'answer' nor the keys of a conversation ({KNOWN_LAYOUTS})")
     conversation = read_conversation(row, id, layout)
     if conversation.has_tools:
         raise row.error("has tools, which only sft supports")
-    *earlier, reply = _up_to_reply(row, conversation.messages, kind)
-    if not earlier or earlier[-1]["role"] != "user":
+    *before_reply, reply = _up_to_reply(row, conversation.messages, kind)
+    if not before_reply or before_reply[-1]["role"] != "user":
         raise row.error("the reply to learn does not follow a user message")
-    *earlier, request = earlier
+    *earlier, request = before_reply
     answer = reply["content"]
     if kind == "r1":
         _, thought_end, answer = answer.rpartition("</think>")
@@ -231,7 +238,7 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
 
 
 def _up_to_reply(row: Record, messages: Sequence[dict], kind: str) -> Sequence[dict]:
-    """Returns the messages up to the reply to learn: the last, or for function_calling the first with a call."""
+    """Returns the messages up to and with the reply to learn (see `task_from_row`)."""
     numbers = [i for i, message in enumerate(messages) if is_trained(message)]
     if kind != "function_calling":
         return messages[: numbers[-1] + 1]

@@ -1,5 +1,5 @@
-"""Questions to train on, to choose by and to test on: no question is in two of these parts. `draw` draws the parts from
-a data set; `without` leaves out the questions that stand in other files."""
+"""Questions to train on, to develop with and to test on: no question is in two of these parts. `draw` draws the parts
+from a data set; `without` leaves out the questions that stand in other files."""
 
 import random
 import sys
@@ -16,9 +16,9 @@ from r3lite.settings import NewQuestionSettings, PrepareSettings, QuestionSettin
 
 
 def held_out(data: str, setting: str | None) -> str | None:
-    """Returns the data set from which development and test questions are drawn: that of the setting, if there is one.
+    """Returns the data set from which development and test questions are drawn; None: from `data`, as the others are.
 
-    Returns None if they are drawn from the same questions as those to train on.
+    It is that of the `setting`; by default the validation split of a data set of the hub.
     """
     name = data.partition(",")[0].strip()
     if setting is None and name in NAMED and not Path(data).is_file():
@@ -34,34 +34,34 @@ def draw(
     seed: int,
     held_out: str | None,
 ) -> dict[str, list[dict]]:
-    """Returns the rows of each part, in the order of their source; questions that are held out are not trained on.
+    """Returns the rows of each part, in the order of their source.
 
-    Development and test questions are drawn from the data set `held_out`, if there is one. All questions are in memory
-    at once.
+    Development and test questions are drawn from the data set `held_out`, if there is one; they are never trained on.
+    All questions are in memory at once.
     """
     stream = random.Random(seed)
     rows = rows_of(data.data, data)
-    pool = rows
+    pool = rows  # the rows of development and test
     if held_out is not None:
         pool = rows_of(held_out, data, prefix="held-out-")
     size = sizes.dev_size + sizes.test_size
-    drawn = sampled(stream, list(pool), size, setting="--dev-size and --test-size together are")
-    dev_places = set(stream.sample(range(len(drawn)), sizes.dev_size))
+    drawn_keys = sampled(stream, list(pool), size, setting="--dev-size and --test-size together are")
+    dev_places = set(stream.sample(range(len(drawn_keys)), sizes.dev_size))
     dev = []
     test = []
-    for i, question in enumerate(drawn):
+    for i, key in enumerate(drawn_keys):
         if i in dev_places:
-            dev.append(pool[question])
+            dev.append(pool[key])
         else:
-            test.append(pool[question])
-    drawn_questions = set(drawn)
-    remaining = [question for question in rows if question not in drawn_questions]
-    if held_out is not None and len(remaining) < len(rows):
-        print(f"{len(rows) - len(remaining)} questions of --data are held out of train.jsonl", file=sys.stderr)
-    train, rl = drawn_to_train(stream, remaining, sizes)
-    parts = {"train": [rows[question] for question in train], "dev": dev, "test": test}
-    if rl:
-        parts["rl"] = [rows[question] for question in rl]
+            test.append(pool[key])
+    excluded_keys = set(drawn_keys)
+    remaining_keys = [key for key in rows if key not in excluded_keys]
+    if held_out is not None and len(remaining_keys) < len(rows):
+        print(f"{len(rows) - len(remaining_keys)} questions of --data are held out of train.jsonl", file=sys.stderr)
+    train_keys, rl_keys = drawn_to_train(stream, remaining_keys, sizes)
+    parts = {"train": [rows[key] for key in train_keys], "dev": dev, "test": test}
+    if rl_keys:
+        parts["rl"] = [rows[key] for key in rl_keys]
     return parts
 
 
@@ -70,9 +70,10 @@ def drawn_to_train(
     questions: list[str],
     sizes: PrepareSettings,
 ) -> tuple[list[str], list[str]]:
-    """Returns the questions of train.jsonl, and those of rl.jsonl, none of which is in train.jsonl.
+    """Returns the keys of the questions of train.jsonl and of rl.jsonl; no question is in both.
 
-    train.jsonl is drawn first: --rl-size adds a file and changes no other, unless train.jsonl has all other questions.
+    train.jsonl is drawn first. So --rl-size does not change it, unless there is no --train-size: then train.jsonl has
+    all questions that are in no other file.
     """
     rl_size = sizes.rl_size or 0
     train = questions
@@ -92,14 +93,14 @@ def drawn_to_train(
 
 
 def rows_of(name: str, data: QuestionSettings, prefix: str = "") -> dict[str, dict]:
-    """Returns the rows of all usable questions of a data set, by the key of the question: no two ask alike.
+    """Returns the rows of the usable questions of a data set by `question_key`; of questions that ask alike, the first.
 
-    Rows without an id get one, which begins with `prefix`: files of different data sets may have the same name.
+    Rows without an id get one. It begins with `prefix`, because files of different data sets may have the same name.
     """
 
     def keyed(question: Question, row: Record) -> tuple[str, dict]:
         values = row.values
-        if not _has_id(row):  # without an id, its id would be its place in the new file
+        if not _has_id(row):  # else its place in the new file would be read as its id
             values = values | {"id": f"{prefix}{question.id}"}
         return question_key(question.text), values
 
@@ -114,7 +115,7 @@ def _has_id(row: Record) -> bool:
 
 
 def sampled(stream: random.Random, questions: list[str], count: int, setting: str) -> list[str]:
-    """Returns a sample of `count` questions, in their order; `setting` begins the error if there are fewer."""
+    """Returns `count` random questions, in the order of `questions`; `setting` begins the error if there are fewer."""
     if count > len(questions):
         cause = f"{setting} {count:,}, but there are only {len(questions):,} questions"
         raise R3LiteError(cause, "Pass a smaller size.", code="too-few-questions")
@@ -146,7 +147,7 @@ def without(
             id = question.id
         return id, question_key(question.text)
 
-    excluded_ids: set[str | None] = set()
+    excluded_ids: set[str | None] = set()  # None is of rows without an id; no question has it
     excluded_keys: set[str] = set()
     for file in files:
         for id, key in read_with_rows(file, id_and_key, limit=None, skip_bad_rows=skip_bad_rows):

@@ -12,11 +12,11 @@ from r3lite.settings import DataSettings, NewQuestionSettings, PpoConfig, Protoc
 
 @dataclass(frozen=True)
 class Summary:
-    """The number of rows or questions that a run learns from, and text that says so."""
+    """The number of rows or questions that a run learns from, and the same in words."""
 
     count: int | None = None  # None: no data are named, or a file of them is not here
     text: str = ""
-    questions: list[Question] = field(default_factory=list)  # of RL, those that are counted
+    questions: list[Question] = field(default_factory=list)  # the counted questions of RL; empty for SFT
 
 
 def summary_of_sft(config: SftConfig) -> Summary:
@@ -44,13 +44,15 @@ def summary_of_rl(config: PpoConfig) -> Summary:
     count = len(questions)
     text = table(config.mixture, config.protocol, Counter(question.source for question in questions))
     rounds = config.rounds(count)
-    noun = "round" if rounds == 1 else "rounds"
+    noun = "rounds"
+    if rounds == 1:
+        noun = "round"
     text += f"{count} questions; {rounds} {noun} of {config.rl.batch_size}"
     return Summary(count, text, questions)
 
 
 def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[str, int]) -> str:
-    """Returns the sources with their shares of the draws and `counts` of their rows; nothing without sources."""
+    """Returns the sources as text, with their shares of the draws and the `counts` of rows; "" without sources."""
     entries = mixture.sources or ()
     if not entries:
         return ""
@@ -69,7 +71,7 @@ def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[s
 
 
 def missing_of(data: DataSettings, mixture: SourceSettings) -> str | None:
-    """Returns the first of the files that is not on this machine, such as a hub string; None if all are here."""
+    """Returns the first of a run's files that is not on this machine, also a hub string; None if all are here."""
     paths = [entry["file"] for entry in entries_of(data, mixture)]
     if data.data:
         paths.append(data.data)

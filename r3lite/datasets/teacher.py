@@ -21,7 +21,7 @@ from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
 from r3lite.settings import CollectConfig
 
-# Failures of a reply that asking again would not mend: they come from the question, not from network or account.
+# Failures of a reply that are not mended by asking again: they come from the question, not from network or account.
 FINAL = ("blocked", "cut", "empty")
 WITHOUT_SEARCH = "answered without a search"
 # Attempts must differ, and newer models take no temperature. The text must not show in what the teacher writes.
@@ -33,15 +33,15 @@ ATTEMPT_NOTE = (
 
 @dataclass
 class Try:
-    """One attempt of the teacher at a question: its steps so far, and how it failed if it did."""
+    """One attempt of the teacher at a question: its steps so far, and why it ended without a right answer if it did."""
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    failure: str | None = None  # what is wrong with the teacher's reply
-    missing: str | None = None  # why there is no reply, or no document; another run asks again
+    failure: str | None = None  # what is wrong with the teacher's reply: another attempt is made
+    missing: str | None = None  # why there is no reply or no documents: a later run asks again
 
     @property
-    def goes_on(self) -> bool:
+    def is_unfinished(self) -> bool:
         if self.failure or self.missing:
             return False
         return not self.steps or self.steps[-1].answer is None
@@ -63,10 +63,10 @@ class Teacher:
         earlier: Earlier,
         size: int,
     ) -> Tally:
-        """Adds the teacher's trajectories with a right answer to the file, a block of `size` questions at a time.
+        """Adds the teacher's trajectories with a right answer to `output`, a block of `size` questions at a time.
 
-        Returns the counts. Continues an earlier run: questions that are in the file, and questions whose replies were
-        rejected (named in `<output>.rejected.jsonl`), are not asked again. Questions that got no reply are asked again.
+        Returns the counts. Continues an earlier run: questions that are in the file or, because their replies were
+        rejected, in `<output>.rejected.jsonl`, are not asked again. Questions that got no reply are asked again.
         """
         tally = Tally(len(questions))
         waiting = _without_earlier(questions, earlier, tally)
@@ -78,10 +78,11 @@ class Teacher:
                 _write(attempts, output, tally)
                 lines.update(len(block))
                 missing = [attempt.missing for attempt in attempts if attempt.missing]
-                capped = [reason for reason in missing if reason.startswith("capped")]
+                capped = [reason for reason in missing if reason.startswith("capped")]  # by a limit on the requests
                 if capped:
+                    later_questions = len(waiting) - start - len(block)
                     tally.extra["stopped"] = capped[0].partition(": ")[2]
-                    tally.extra["questions left"] = len(waiting) - start - len(block) + len(missing)
+                    tally.extra["questions left"] = later_questions + len(missing)
                     break
                 if len(missing) == len(attempts):
                     cause = f"the teacher does not reply: {missing[0]}"
@@ -95,7 +96,7 @@ class Teacher:
         return tally
 
     def attempt_all(self, questions: list[Question]) -> list[Try]:
-        """Returns the last attempt at each question; up to --attempts are made, until one does not fail."""
+        """Returns the last attempt at each question; up to --attempts are made, until one has no `failure`."""
         last = {question.id: Try(question, failure="not tried") for question in questions}
         for number in range(self.config.collect.attempts):
             failed = [attempt.question for attempt in last.values() if attempt.failure]
@@ -104,15 +105,17 @@ class Teacher:
         return list(last.values())
 
     def attempt(self, questions: list[Question], number: int) -> list[Try]:
-        """Returns the results of attempt `number` (from 0) at each question; every round of requests asks for one step
-        of each unfinished attempt."""
+        """Returns attempt `number` (from 0) at each question, with all its steps.
+
+        Every pass of the loop asks for one step of each unfinished attempt, in one batch of requests.
+        """
         attempts = [Try(question) for question in questions]
-        while unfinished := [attempt for attempt in attempts if attempt.goes_on]:
+        while unfinished := [attempt for attempt in attempts if attempt.is_unfinished]:
             requests = [self.request(attempt, number) for attempt in unfinished]
             replies = self.client.generate_all(requests)
             for attempt, reply in zip(unfinished, replies, strict=True):
                 self.add_step(attempt, reply)
-            self._search([attempt for attempt in unfinished if attempt.goes_on])
+            self._search([attempt for attempt in unfinished if attempt.is_unfinished])
         return attempts
 
     def _search(self, attempts: list[Try]) -> None:
@@ -124,39 +127,40 @@ class Teacher:
         outcomes = iter(retrieve_all(self.retrieve, searches))
         for attempt in attempts:
             step = attempt.steps[-1]
-            of_step = [next(outcomes) for _ in step.queries]
-            failures = [outcome for outcome in of_step if isinstance(outcome, Failure)]
+            outcomes_of_step = [next(outcomes) for _ in step.queries]
+            failures = [outcome for outcome in outcomes_of_step if isinstance(outcome, Failure)]
             if failures:
                 attempt.missing = f"retriever: {failures[0].reason}"
             else:
-                attempt.steps[-1] = step.with_documents(of_step)
+                attempt.steps[-1] = step.with_documents(outcomes_of_step)
 
     def request(self, attempt: Try, number: int) -> Request:
-        """Returns the episode so far, as the chat that a student sees, and the demand for the next step.
+        """Returns the request for the next step: the episode so far as the chat that a student sees, and a demand.
 
         The teacher's steps are its own turns, so that no text in a document or a question can pass for such a step.
         """
         question = self.protocol.quoted(attempt.question.text)
-        turns = [shot["content"] for shot in self.protocol.shots]
-        user = [self.protocol.opening(question)]
+        turns = [shot["content"] for shot in self.protocol.shots]  # of user and teacher alternately
+        user_texts = [self.protocol.question_message(question)]  # the parts of the next user turn
         for k, step in enumerate(attempt.steps, 1):
-            turns.append("\n\n".join(user))
+            turns.append("\n\n".join(user_texts))
             turns.append(self.protocol.render(step, k))
-            user = [self.protocol.observation(question, attempt.steps[:k])]
+            user_texts = [self.protocol.observation(question, attempt.steps[:k])]
         if len(attempt.steps) == self.config.lengths.max_hops:
-            user.append(self.protocol.answer_request)
+            user_texts.append(self.protocol.answer_request)
         if number:
-            user.append(ATTEMPT_NOTE.format(number=number + 1, all=self.config.collect.attempts))
-        user.append(self.protocol.step_request(len(attempt.steps) + 1))
+            user_texts.append(ATTEMPT_NOTE.format(number=number + 1, all=self.config.collect.attempts))
+        user_texts.append(self.protocol.step_request(len(attempt.steps) + 1))
         return Request(
-            "\n\n".join(user),
+            "\n\n".join(user_texts),
             self.protocol.system,
             tuple(turns),
             nonce=f"{self.config.common.seed}/{number}",
         )
 
     def add_step(self, attempt: Try, reply: Reply) -> None:
-        """Adds the step of a reply, or records why the attempt fails."""
+        """Adds the step of a reply to the attempt, or records in the attempt why there is none. A wrong answer is a
+        failure, too."""
         if reply.failure in FINAL:
             attempt.failure = f"reply {reply.failure}"
             return
@@ -180,7 +184,7 @@ class Teacher:
 
 
 def _without_earlier(questions: list[Question], earlier: Earlier, tally: Tally) -> list[Question]:
-    """Returns the questions that no earlier run has kept or rejected; counts the others."""
+    """Returns the questions that no earlier run has kept or rejected; counts the others in `tally`."""
     accepted_ids = ids(earlier.accepted)
     rejected_ids = ids(earlier.rejected)
     done = accepted_ids | rejected_ids
@@ -193,7 +197,7 @@ def _without_earlier(questions: list[Question], earlier: Earlier, tally: Tally) 
 
 
 def _write(attempts: list[Try], output: Path, tally: Tally) -> None:
-    """Adds the trajectories of right attempts to the file, and then what was rejected; counts both."""
+    """Adds the trajectories of right attempts to the file, then the rejected questions to their file; counts all."""
     right = [attempt for attempt in attempts if not (attempt.failure or attempt.missing)]
     failed = [attempt for attempt in attempts if attempt.failure]
     trajectories = [Trajectory.of(attempt.question, attempt.steps, "teacher") for attempt in right]

@@ -1,8 +1,8 @@
 """A cache of a teacher's distributions along trajectories: a folder of safetensors and JSON.
 
-Part files of PART rows are written one after the other, each whole or not at all, so that after a kill another run goes
-on with the next part. The manifest is written last; it records the origin of the cache and the ids of its questions. No
-model is loaded here.
+Part files of ROWS_PER_PART rows are written one after the other, each whole or not at all, so that after a kill another
+run continues with the next part. The manifest is written last; it records the origin of the cache and the ids of its
+questions. No model is loaded here.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,17 @@ from r3lite.datasets.trajectories import Row
 from r3lite.models.logprobs import TopTokens
 from r3lite.models.tensor_files import opened, read_tensors, write_tensors
 
-PART = 64  # rows of a part file
+ROWS_PER_PART = 64
 MANIFEST = "manifest.json"
-TOKEN_BYTES = 8  # of a token of a distribution: its id and its log-probability
+TOKEN_BYTES = 8  # for each token of a distribution: its id and its log-probability
+# Remedies.
 GO_ON = "Run the same `collect --teacher-logprobs` again; it continues from here."
 ANOTHER = "Pass another --teacher-logprobs, or delete the folder."
 
 
 @dataclass(frozen=True)
 class CacheOrigin:
-    """What a cache follows from: fingerprints of teacher, tokenizer and tokenized trajectories, and `top`."""
+    """What determines a cache: the fingerprints of teacher, tokenizer and tokenized trajectories, and `top`."""
 
     teacher: str
     tokenizer: str
@@ -50,18 +51,18 @@ def part_of(folder: Path, number: int) -> Path:
 def parts_done(folder: Path, origin: CacheOrigin) -> int:
     """Returns how many parts an earlier run has written.
 
-    Raises R3LiteError if the folder holds anything else or is of another run.
+    Raises R3LiteError if the folder holds anything else, or if a part is of another origin.
     """
-    foreign = names_in(folder) - {MANIFEST}
+    names = names_in(folder) - {MANIFEST}
     count = 0
-    while part_of(folder, count).name in foreign:
+    while part_of(folder, count).name in names:
         part = part_of(folder, count)
         _check_part(part, origin, ANOTHER)
-        foreign.remove(part.name)
+        names.remove(part.name)
         count += 1
-    if foreign:
+    if names:
         raise R3LiteError(
-            f"{folder} is not a cache of log-probabilities: it holds {min(foreign)}",
+            f"{folder} is not a cache of log-probabilities: it holds {min(names)}",
             ANOTHER,
             code="not-a-logprob-cache",
         )
@@ -69,7 +70,7 @@ def parts_done(folder: Path, origin: CacheOrigin) -> int:
 
 
 def _check_part(path: Path, origin: CacheOrigin, remedy: str) -> None:
-    """Raises R3LiteError for a part of another origin, and names the first field of CacheOrigin that differs."""
+    """Raises R3LiteError, with `remedy`, if a part cannot be read; also if it is of another origin."""
     with opened(path, remedy) as file:
         metadata = file.metadata() or {}
     for name, value in asdict(origin).items():
@@ -87,7 +88,7 @@ def write_part(
     rows: Sequence[Row],
     teacher: Sequence[TopTokens],
 ) -> None:
-    """Writes rows and the teacher's distributions along each of them as part 0, 1, ..."""
+    """Writes rows, and the teacher's distributions along each of them, as part `number` (0, 1, ...)."""
     tokens = [token for row in rows for token in row.tokens]
     loss_mask = [has_loss for row in rows for has_loss in row.action_mask]
     tensors = {
@@ -100,12 +101,13 @@ def write_part(
     write_tensors(part_of(folder, number), tensors, asdict(origin))
 
 
-def complete(folder: Path, origin: CacheOrigin, questions: Sequence[str]) -> None:
-    """Makes the cache complete by its manifest; `questions` are the ids of the questions of its rows, in order."""
+def write_manifest(folder: Path, origin: CacheOrigin, questions: Sequence[str]) -> None:
+    """Writes the manifest, which makes the cache complete; `questions` has the id of the question of each row."""
     write_json(folder / MANIFEST, asdict(origin) | {"questions": list(questions)})
 
 
 def _manifest(folder: Path) -> tuple[Record, CacheOrigin]:
+    """Returns the manifest and the origin in it; raises R3LiteError if there is none."""
     if not (folder / MANIFEST).is_file():
         raise R3LiteError(
             f"{folder} is not a complete cache of log-probabilities: it has no {MANIFEST}",
@@ -140,10 +142,11 @@ def read_cache(folder: Path, tokenizer: str, longest: int) -> dict[str, Lesson]:
         )
     lessons: dict[str, Lesson] = {}
     questions = record.texts("questions")
-    for start in range(0, len(questions), PART):
-        path = part_of(folder, start // PART)
+    for start in range(0, len(questions), ROWS_PER_PART):
+        path = part_of(folder, start // ROWS_PER_PART)
         _check_part(path, origin, GO_ON)
-        for question, lesson in zip(questions[start:], _read_part(path), strict=False):
+        questions_of_part = questions[start : start + ROWS_PER_PART]
+        for question, lesson in zip(questions_of_part, _read_part(path), strict=False):
             lessons.setdefault(question, lesson)
     size = max((len(lesson.row.tokens) for lesson in lessons.values()), default=0)
     if size > longest:
@@ -164,5 +167,5 @@ def _read_part(path: Path) -> list[Lesson]:
     for tokens, mask in zip(tokens_of_rows, masks_of_rows, strict=True):
         rows.append(Row(tokens=tokens.tolist(), action_mask=mask.tolist()))
     top_tokens = TopTokens(tensors["ids"], tensors["logprobs"])
-    of_rows = top_tokens.split([row.loss_tokens for row in rows])
-    return [Lesson(row, of_row) for row, of_row in zip(rows, of_rows, strict=True)]
+    distributions = top_tokens.split([row.loss_tokens for row in rows])
+    return [Lesson(row, teacher) for row, teacher in zip(rows, distributions, strict=True)]

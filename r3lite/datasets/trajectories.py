@@ -1,4 +1,4 @@
-"""SFT rows: step-by-step trajectories and plain conversations, with the tokens and the mask of their loss.
+"""SFT rows: step-by-step trajectories and plain conversations, read from files and made into tokens with a loss mask.
 
 A trajectory becomes the tokens that a rollout with the same texts has, because the same code lays out both. Loss falls
 on the text of the assistant and on the token that ends its turn, never on prompts or documents. Knows neither models
@@ -62,15 +62,15 @@ class Trajectory:
 
 
 Example = Trajectory | Conversation
-Rows = dict[str, list[Example]]  # by the names of their sources
+ExamplesBySource = dict[str, list[Example]]  # by the names of their sources
 
 
 @dataclass(kw_only=True)
 class Row(TokenRecord):
-    """The tokens of a row; the loss falls on those that `action_mask` marks."""
+    """An SFT row in tokens; the loss falls on the tokens that `action_mask` marks."""
 
-    shortened: bool = False  # its documents were cut below `max_document_tokens` to make it fit
-    source: str = ""  # the name of the source that it is from, if there are several
+    shortened: bool = False  # whether documents were cut below `max_document_tokens` so that the row fits
+    source: str = ""  # the name of the row's source, if there are several sources
 
     @property
     def loss_tokens(self) -> int:
@@ -97,7 +97,7 @@ def read_rows(
 
 
 def read_traces(data: str | Path, protocol: Protocol, skip_bad_rows: bool = False) -> list[Trajectory]:
-    """Returns a teacher's traces: trajectories (`steps`), or conversations of a question and a reply with a thought.
+    """Returns a teacher's traces: rows with `steps`, or rows of a question and a reply with a thought, as trajectories.
 
     Bad rows are treated as by `read_rows`.
     """
@@ -110,7 +110,7 @@ def read_traces(data: str | Path, protocol: Protocol, skip_bad_rows: bool = Fals
 
 
 def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Trajectory:
-    """Returns the trace of a row; raises InvalidRecord."""
+    """Returns the trace of a row; raises InvalidRecord. A reply with a thought becomes a trajectory of one step."""
     id = row.identifier("id", default_id)
     if "steps" in row:
         return _trajectory(row, id, protocol)
@@ -132,7 +132,7 @@ def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Tr
 
 
 def _trace_layout(row: Record) -> tuple[str, ...]:
-    """Returns the keys of the first layout of traces whose key of the thought the row has."""
+    """Returns the keys of the first layout of traces whose thought, under the second key, the row has."""
     by_thought = {keys[1]: keys for keys, layout in LAYOUTS.items() if layout.asks}
     for key, keys in by_thought.items():
         if key in row:
@@ -157,6 +157,7 @@ def row_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Exam
 
 
 def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:
+    """Returns the trajectory of a row with `steps`; raises InvalidRecord if they cannot be trained on."""
     steps = tuple(_stripped(Step.from_json(record)) for record in row.records("steps"))
     problem = check_steps(steps, protocol)
     if problem:
@@ -175,7 +176,7 @@ def _trajectory(row: Record, id: str, protocol: Protocol) -> Trajectory:
 
 
 def _stripped(step: Step) -> Step:
-    """Returns the step without spaces around its texts."""
+    """Returns the step without white space around its texts."""
     searches = tuple(replace(search, query=search.query.strip()) for search in step.searches)
     answer = step.answer
     if answer is not None:
@@ -192,7 +193,7 @@ def _stripped(step: Step) -> Step:
 def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
     """Returns why steps cannot be trained on; None if they can.
 
-    Each must survive rendering and parsing, and the last must answer.
+    Each step must be the same after it is rendered and parsed; the last one, and no other, must answer.
     """
     if not steps:
         return "no steps"
@@ -221,13 +222,13 @@ def parts_of(row: Example, layout: Layout) -> list[Example]:
     """Returns the parts of a row to train on. In them each trained reply follows the prompt that the template makes.
 
     A chat template may remove the thought of a reply once a later turn follows. For each such reply one part ends with
-    the reply, to train it with its thought; one more part is the whole row, for the other replies. Every reply is
-    trained on in one of the parts.
+    the reply, so that it is trained with its thought; one more part is the whole row, for the other replies. Every
+    trained reply is trained on in one of the parts.
     """
     if not isinstance(row, Conversation) or row.has_tools:
         return [row]
     with _named(row):
-        changed = layout.tokenizer.unlike_written(row.messages)
+        changed = layout.tokenizer.rewritten_replies(row.messages)
     parts: list[Example] = []
     has_unchanged = False
     for number, message in enumerate(row.messages):
@@ -253,7 +254,7 @@ def _named(row: Conversation) -> Iterator[None]:
 
 
 def encode_row(row: Example, layout: Layout) -> Row | None:
-    """Returns tokens and mask of a row; None if it is longer than `max_length`.
+    """Returns a row in tokens; None if it is longer than `max_length`.
 
     Documents are cut to `max_document_tokens`. While the row is too long, this limit is halved, though not below
     LEAST_DOCUMENT tokens. Question, steps and answer are never cut.
@@ -285,8 +286,10 @@ def encode_row(row: Example, layout: Layout) -> Row | None:
 
 
 def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> list[Row]:
-    """Returns all rows, and parts of rows, that fit into `max_length`. Prints how many were shortened and how many left
-    out; `where` begins these lines."""
+    """Returns all rows, or parts of rows (`parts_of`), that fit into `max_length`.
+
+    Prints how many rows have parts, how many were shortened and how many left out; `where` begins these lines.
+    """
     parts = [part for row in rows for part in parts_of(row, layout)]
     if len(parts) > len(rows):
         reason = "the chat template removes the thoughts of earlier replies"
@@ -316,7 +319,7 @@ def lengths_of(rows: Sequence[Row], held_out: Sequence[Row]) -> dict:
     tokens = [row.tokens for row in [*rows, *held_out]]
     return {
         "longest": max(map(len, tokens)),
-        "shared": common_prefix(min(tokens), max(tokens)),
+        "shared": common_prefix(min(tokens), max(tokens)),  # what the first and the last in order share, all share
         "mean_tokens": sum(len(row.tokens) for row in rows) / len(rows),
         "writes": sum(row.loss_tokens for row in rows) / len(rows),
     }

@@ -1,6 +1,6 @@
-"""How fast a device is: the figures that times are predicted from, and a table of them for common cards.
+"""How fast a device is: the figures from which times are predicted, and a table of these figures for common cards.
 
-The table holds the makers' peak figures. Programs reach about half of them; `memory/duration.py` allows for that.
+The table has the makers' peak figures. Programs reach about half of these; `memory/duration.py` allows for that.
 """
 
 import re
@@ -14,7 +14,8 @@ MEASURED = "measured"
 DTYPES = ("fp32", "fp16", "bf16")
 GIB = 1 << 30
 # Seconds that the host takes to launch a kernel, assumed for every card of the table: 4 to 6 microseconds were measured
-# on an RTX 5070 Ti (https://susun-blog.com/blog/pegainfer-3-cuda-graph). `speed` measures what PyTorch takes.
+# on an RTX 5070 Ti (https://susun-blog.com/blog/pegainfer-3-cuda-graph). For the device of this machine,
+# `speed.launch_seconds` measures the time.
 LAUNCH = 5e-6
 
 
@@ -26,13 +27,13 @@ class Speeds:
     """
 
     name: str  # as `device_name` gives it
-    # Bytes of weights that products of one row read, by the dtype of the weights: a CPU reads fewer bytes of bf16.
+    # Bytes of weights that a product of one row reads, by the dtype of the weights: a CPU reads fewer bytes in bf16.
     bandwidth: dict[str, float]
-    flops: dict[str, float]  # operations of large matrix products, by the dtypes that the device has
+    flops: dict[str, float]  # floating-point operations of large matrix products, by the dtypes that the device has
     launch: float  # seconds that a kernel costs, however small, when many are launched in a row
     source: str
     memory: int | None = None  # bytes; None: not known
-    link: float | None = None  # bytes copied from the host's pinned memory to the card; None: the device is no card
+    link: float | None = None  # bytes copied from the host's memory to the card; None: the device is no card
 
 
 # Bytes a second and direction of PCI Express, after its encoding (https://hpc-notes.pages.dev/reference/pcie). The
@@ -43,10 +44,10 @@ PCIE3_X16 = 16 * 0.985e9
 PCIE4_X8 = 8 * 1.969e9
 WIKIPEDIA = "https://en.wikipedia.org/wiki/List_of_Nvidia_graphics_processing_units"
 
-# The columns: the name as NVIDIA's driver gives it, without the words that `tokens` leaves out; memory in GiB;
-# bandwidth in GB/s; TFLOPS in fp32. A laptop's card is slower the less power the laptop gives it: a middle value is
-# taken. Of different cards with the same name the slower is taken. Cards before Turing are left out: PyTorch for
-# CUDA 12.8 and later does not run on them.
+# The columns: the name as NVIDIA's driver gives it, without the words that `name_words` leaves out; memory in GiB;
+# bandwidth in GB/s; TFLOPS in fp32. The speed of a laptop's card depends on the power that the laptop gives it: the
+# table has a middle value. Of different cards with the same name the table has the slower one. Cards before Turing are
+# left out: PyTorch for CUDA 12.8 and later does not run on them.
 WITHOUT_TENSOR_CORES = (
     ("MX450", 2, 64.0, 2.285),
     ("GTX 1650", 4, 128.1, 2.984),
@@ -97,31 +98,39 @@ SINCE_AMPERE = (
 def _card(
     name: str,
     gib: int,
-    gigabytes: float,
-    fp32: float,
-    times: float,
+    gigabytes_a_second: float,
+    tflops: float,
+    *,
+    speedup: float,
     link: float,
     bf16: bool = False,
-    source: str = WIKIPEDIA,
 ) -> Speeds:
-    """Returns a card from its GiB, GB/s and TFLOPS in fp32; products in fp16, and in bf16 if it has bf16, are `times`
-    as fast.
+    """Returns a card from a row of the table; products in fp16 are `speedup` times as fast as in fp32.
 
-    Products accumulate in fp32, as training needs: on GeForce cards that is half of what is advertised for fp16.
+    So are those in bf16, if the card has bf16. Products accumulate in fp32, as training needs: on GeForce cards their
+    speed is half of what is advertised for fp16.
     """
-    flops = {"fp32": fp32 * 1e12, "fp16": times * fp32 * 1e12}
+    flops = {"fp32": tflops * 1e12, "fp16": speedup * tflops * 1e12}
     if bf16:
         flops["bf16"] = flops["fp16"]
-    bandwidth = dict.fromkeys(flops, gigabytes * 1e9)
-    return Speeds(name, bandwidth, flops, LAUNCH, source, gib * GIB, link)
+    return Speeds(
+        name=name,
+        bandwidth=dict.fromkeys(flops, gigabytes_a_second * 1e9),
+        flops=flops,
+        launch=LAUNCH,
+        source=WIKIPEDIA,
+        memory=gib * GIB,
+        link=link,
+    )
 
 
 CARDS = (
-    *(_card(*row, times=1, link=PCIE4_X4 if row[0] == "MX450" else PCIE3_X16) for row in WITHOUT_TENSOR_CORES),
-    *(_card(*row, times=4, link=PCIE3_X16) for row in TURING),
-    *(_card(*row, times=2, link=PCIE4_X8, bf16=True) for row in SINCE_AMPERE),
-    _card("T4", 16, 320.0, 8.141, times=8, link=PCIE3_X16),
-    _card("H100 80GB HBM3", 80, 3350.0, 66.9, times=14.79, link=PCIE3_X16, bf16=True),
+    *(_card(*row, speedup=1, link=PCIE4_X4) for row in WITHOUT_TENSOR_CORES[:1]),  # the MX450
+    *(_card(*row, speedup=1, link=PCIE3_X16) for row in WITHOUT_TENSOR_CORES[1:]),
+    *(_card(*row, speedup=4, link=PCIE3_X16) for row in TURING),
+    *(_card(*row, speedup=2, link=PCIE4_X8, bf16=True) for row in SINCE_AMPERE),
+    _card("T4", 16, 320.0, 8.141, speedup=8, link=PCIE3_X16),
+    _card("H100 80GB HBM3", 80, 3350.0, 66.9, speedup=14.79, link=PCIE3_X16, bf16=True),
 )
 
 
@@ -134,18 +143,25 @@ def device_name(device: torch.device) -> str:
     return device.type
 
 
-def tokens(name: str) -> frozenset[str]:
-    """Returns the words and numbers of a card's name in any order, case and spacing, without NVIDIA's brands."""
+def name_words(name: str) -> frozenset[str]:
+    """Returns the words and numbers of a card's name, in lower case and without NVIDIA's brands.
+
+    Two names with the same words mean the same card, whatever their order, case and spacing.
+    """
     parts = re.findall(r"[a-z]+|[0-9]+", name.lower())
     return frozenset(parts) - {"nvidia", "geforce", "tesla", "gpu"}
 
 
 def card(name: str) -> Speeds | None:
-    """Returns the card of the table that a driver's or a user's name means, such as `NVIDIA GeForce RTX 3050`."""
-    return next((speeds for speeds in CARDS if tokens(speeds.name) == tokens(name)), None)
+    """Returns the card of the table that a driver's or a user's name means, such as `NVIDIA GeForce RTX 3050`.
+
+    None if the table does not have it.
+    """
+    words = name_words(name)
+    return next((speeds for speeds in CARDS if name_words(speeds.name) == words), None)
 
 
 def similar_names(name: str) -> list[str]:
-    """Returns the names of the table that share a number with `name`, such as 3050: what it may be a slip of."""
-    numbers = {token for token in tokens(name) if token.isdigit()}
-    return [speeds.name for speeds in CARDS if numbers & tokens(speeds.name)]
+    """Returns the names of the table that share a number such as 3050 with `name`, which may be misspelled."""
+    numbers = {word for word in name_words(name) if word.isdigit()}
+    return [speeds.name for speeds in CARDS if numbers & name_words(speeds.name)]

@@ -1,4 +1,4 @@
-"""What a machine is: processor, card, driver, PyTorch's build. Facts only, and none that names its user."""
+"""What a machine is: processor, card, driver, PyTorch's build. Nothing here tells who uses the machine."""
 
 import os
 import platform
@@ -12,9 +12,9 @@ import torch
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import dtype_name, resolve_dtype
 
-# The values that nvidia-smi is asked for: its names for them, and the names here. A value that the driver does not
-# report is left out.
-ASKED = {
+# The values that nvidia-smi is asked for: its name of each, and our name. A value that the driver does not report is
+# left out.
+DRIVER_VALUES = {
     "driver_version": "driver",
     "pstate": "power_state",
     "power.draw": "watts",
@@ -51,8 +51,8 @@ def _card(device: torch.device, driver: dict[str, str]) -> dict[str, Any]:
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "total_mib": total // MIB,
         "free_mib": free // MIB,
-        "pins_memory": _pins_memory(),  # whether the host's memory can be pinned for it
-        "told": driver,  # by the driver, see ASKED
+        "pins_memory": _pins_memory(),  # whether the host's memory can be pinned
+        "told": driver,  # what the driver reports, see DRIVER_VALUES
     }
 
 
@@ -73,12 +73,12 @@ def lines(machine: dict[str, Any]) -> dict[str, str]:
         pinned = "can be pinned" if card["pins_memory"] else "cannot be pinned, so offloading is slower"
         texts["GPU"] = f"{card['name']}, compute capability {card['capability']}"
         texts["GPU memory"] = f"{card['total_mib']:,} MiB, {card['free_mib']:,} free; host memory {pinned}"
-        texts["driver"] = _driver(card["told"])
+        texts["driver"] = _driver_line(card["told"])
     return texts
 
 
-def _driver(values: dict[str, str]) -> str:
-    """Returns the values of a card's driver as a text."""
+def _driver_line(values: dict[str, str]) -> str:
+    """Returns what `ask_driver` returned as one line, such as `550.54, P8, 12.3 of 60.0 W`."""
     if not values:
         return "unknown: nvidia-smi is missing or failed"
     parts = [values.get("driver", "version unknown")]
@@ -94,34 +94,36 @@ def _driver(values: dict[str, str]) -> str:
 
 
 def ask_driver(card: str = "0") -> dict[str, str]:
-    """Returns what nvidia-smi tells of a card, named by its number or UUID: see ASKED. Empty if there is no answer.
+    """Returns what nvidia-smi reports about a card, see DRIVER_VALUES; {} if it fails. `card`: its number or UUID.
 
-    Ask before CUDA is used: until then `used_mib` is the memory of other programs, later also of this one's context.
+    Call this before CUDA is used: later `used_mib` has not only the memory of other programs, but also that of this
+    program's CUDA context.
     """
     program = shutil.which("nvidia-smi")
     if program is None:
         return {}
-    query = [f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader,nounits", f"--id={card}"]
+    query = [f"--query-gpu={','.join(DRIVER_VALUES)}", "--format=csv,noheader,nounits", f"--id={card}"]
     try:
         process = subprocess.run([program, *query], capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):  # a driver that hangs or is half removed
         return {}
     line = process.stdout.strip().split("\n")[0]
     values = [value.strip() for value in line.split(",")]
-    if process.returncode or len(values) != len(ASKED):
+    if process.returncode or len(values) != len(DRIVER_VALUES):
         return {}
     reported = {}
-    for name, value in zip(ASKED.values(), values):
-        if value and "[" not in value:  # [N/A]
+    for name, value in zip(DRIVER_VALUES.values(), values):
+        if value and "[" not in value:  # [N/A] stands for a value that the driver does not report
             reported[name] = value
     return reported
 
 
 def _pins_memory() -> bool:
+    """Returns True if the host's memory can be pinned. Some containers and WSL refuse it."""
     try:
         torch.empty(1 << 20, pin_memory=True)
         return True
-    except RuntimeError:  # WSL and containers
+    except RuntimeError:
         return False
 
 
@@ -136,7 +138,7 @@ def processor() -> str:
 
 
 def host_memory() -> int | None:
-    """Returns the bytes of the host's memory; None if the system does not report it this way."""
+    """Returns the bytes of the host's memory; None if the system does not have these sysconf names, as on Windows."""
     names = getattr(os, "sysconf_names", {})
     if "SC_PHYS_PAGES" not in names or "SC_PAGE_SIZE" not in names:
         return None

@@ -3,6 +3,7 @@
 Knows no model and no loss. The frozen base is in the run's dtype; trainable weights are always fp32.
 """
 
+import math
 import platform
 import shutil
 import sys
@@ -17,7 +18,7 @@ from r3lite.core.errors import NotFinite, R3LiteError
 from r3lite.core.records import Record, Source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The scale starts at 2^16 and halves at each overflow: after this many in a row it is below 1 and no longer helps.
+# The loss scale starts at 2^16 and halves at each overflow: after this many in a row it is below 1 and helps no longer.
 MAX_SKIPS_IN_A_ROW = 20
 BUILDS = "https://pytorch.org/get-started/locally/"
 
@@ -29,8 +30,8 @@ class NonFiniteGradients(NotFinite):
 def resolve_device(device: str) -> torch.device:
     """Returns the device of `--device`; `auto` is a CUDA card if there is one, else Apple's GPU, else the CPU.
 
-    On CUDA, also switches off cuDNN's attention, which PyTorch prefers from Hopper on: cuDNN makes a new plan for every
-    shape, and nearly every batch here has another shape.
+    On CUDA, also switches off cuDNN's attention, which PyTorch prefers on Hopper and newer cards: cuDNN makes a
+    new plan for every shape, and nearly every batch here has a new shape.
     """
     available = {
         "cuda": torch.cuda.is_available(),
@@ -52,7 +53,7 @@ def resolve_device(device: str) -> torch.device:
 
 
 def has_nvidia_card() -> bool:
-    """Returns True if the machine has an NVIDIA card's driver, whatever PyTorch can use."""
+    """Returns True if the machine has NVIDIA's driver, even if this PyTorch cannot use the card."""
     return shutil.which("nvidia-smi") is not None or Path("/proc/driver/nvidia").exists()
 
 
@@ -65,10 +66,10 @@ def _warn_of_unused_card() -> None:
 
 
 def _cpu_has_bf16() -> bool:
-    """Returns True if the processor multiplies bf16 natively; if not, it is emulated, and slower than fp32."""
+    """Returns True if the processor multiplies bf16 natively. Emulated products in bf16 are slower than fp32."""
     if platform.machine().lower() not in ("x86_64", "amd64", "arm64", "aarch64"):
         return False
-    # One of the tested versions of PyTorch lacks this function; on Linux, /proc/cpuinfo says the same.
+    # One of the tested versions of PyTorch lacks get_capabilities; on Linux, /proc/cpuinfo lists the same names.
     capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     if not capabilities and Path("/proc/cpuinfo").exists():
         words = set(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split())
@@ -99,20 +100,19 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
 class Precision:
     """Forward, backward and optimizer step in one dtype: `with p.autocast(): loss`, `p.backward(loss)`, `p.step(...)`.
 
-    fp16 runs with a gradient scaler, on the CPU too: a step whose gradients overflow is skipped and counted, and the
-    scale is halved. In other dtypes such gradients raise NonFiniteGradients before a weight is changed.
+    fp16 runs with a gradient scaler, on a CPU too: a step whose gradients are not finite is skipped and counted, and
+    the scale is halved. In other dtypes such gradients raise NonFiniteGradients before a weight is changed.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         self.dtype = dtype
         self.device = device
         self.scaler = torch.amp.GradScaler(device.type) if dtype == torch.float16 else None
-        self.skipped = 0  # steps
-        self.skipped_in_a_row = 0
-        # Two flags that the loop clears: whether weights may have changed since then, and whether an update has begun
-        # since then, which other processes may complete; see interrupts.py.
-        self.changed_weights = False
-        self.updating = False
+        self.skipped = 0  # steps of the whole run
+        self.skipped_in_a_row = 0  # steps since the last one that was not skipped
+        # Two flags for training/interrupts.py, which the training loop clears.
+        self.changed_weights = False  # whether weights may have changed since then
+        self.updating = False  # whether an update has begun since then, which other processes may complete
 
     def autocast(self) -> AbstractContextManager:
         """Returns a context in which matrix products are in the run's dtype; in fp32 one that does nothing."""
@@ -121,7 +121,7 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a scalar loss, scaled in fp16."""
+        """Adds the gradients of a scalar loss to those of the parameters. In fp16 they are scaled until `step`."""
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward()
@@ -137,7 +137,7 @@ class Precision:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         norm = float(nn.utils.clip_grad_norm_(list(parameters), max_norm))
-        finite = abs(norm) != float("inf") and norm == norm
+        finite = math.isfinite(norm)
         if self.scaler is None and not finite:
             optimizer.zero_grad(set_to_none=True)
             remedy = "Lower --learning-rate, or look for broken rows in --data; the latest checkpoint is not affected."
@@ -146,14 +146,16 @@ class Precision:
             )
         self.changed_weights = True
         if finite:
-            optimizer.step()  # not scaler.step(), which would wait for the device: the norm shows that all is finite
+            # Not scaler.step(), which would wait for the device once more to look for overflows: the norm shows them.
+            optimizer.step()
         if self.scaler is not None:
             self.scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        self._count(skipped=not finite)
+        self._count_skips(skipped=not finite)
         return norm, not finite
 
-    def _count(self, skipped: bool) -> None:
+    def _count_skips(self, skipped: bool) -> None:
+        """Counts a step that was skipped; raises NonFiniteGradients after MAX_SKIPS_IN_A_ROW in a row."""
         if not skipped:
             self.skipped_in_a_row = 0
             return
@@ -176,7 +178,7 @@ class Precision:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores `state_dict`; raises R3LiteError if it is of another dtype or kind of device."""
+        """Restores a `state_dict`; raises R3LiteError if it is from a run with another dtype or kind of device."""
         saved = Record(state, Source("the checkpoint's precision", "Pass another checkpoint."))
         current = self.state_dict()
         for setting in ("dtype", "device"):
@@ -191,10 +193,10 @@ class Precision:
         self.skipped_in_a_row = saved.whole("skipped_in_a_row")
         if self.scaler is not None:
             saved_scaler = saved.record("scaler")
-            state = self.scaler.state_dict()
-            for key, value in state.items():
+            scaler_state = self.scaler.state_dict()
+            for key, value in scaler_state.items():
                 if isinstance(value, int):  # growth_interval and its counter
-                    state[key] = saved_scaler.whole(key)
+                    scaler_state[key] = saved_scaler.whole(key)
                 else:
-                    state[key] = saved_scaler.number(key, low=0, above=True)
-            self.scaler.load_state_dict(state)
+                    scaler_state[key] = saved_scaler.number(key, low=0, above=True)
+            self.scaler.load_state_dict(scaler_state)

@@ -1,13 +1,13 @@
-"""The states of PyTorch's default generators, which dropout draws from: taken, and put back."""
+"""Saves and restores the states of PyTorch's default generators, from which dropout draws."""
 
 import torch
 from torch import Tensor
 
 
 def random_state() -> dict[str, Tensor]:
-    """Returns the states of PyTorch's default generators, by device, as bytes."""
+    """Returns the states of PyTorch's default generators as bytes, by device: `cpu`, `cuda.0`, `mps`."""
     states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # in a run on the CPU, asking for the states would start CUDA
+    if torch.cuda.is_initialized():  # else get_rng_state_all would start CUDA, in a run on the CPU too
         for i, state in enumerate(torch.cuda.get_rng_state_all()):
             states[f"cuda.{i}"] = state
     if torch.backends.mps.is_available():

@@ -1,9 +1,9 @@
 """The ranks of a run, that is, the processes that torchrun has started: how they divide work and exchange data.
 
-Every rank holds the whole batch and the whole state of the run; only the passes of the model are divided, and their
-gradients are summed. So every rank computes token counts, statistics of groups, advantages and decisions of the whole
-batch.
-A run in one process is `ALONE`, which divides nothing and imports no torch.distributed.
+Every rank holds the whole batch and the whole state of the run. Only the passes of the model are divided; their
+gradients are summed. All else, such as token counts and advantages, every rank computes for the whole batch.
+
+The one rank of a run in one process is `ALONE`: it divides nothing and imports no torch.distributed.
 """
 
 import _thread
@@ -30,13 +30,14 @@ from r3lite.core.processes import World
 
 T = TypeVar("T")
 BEAT = 1.0  # seconds between a rank's signs of life
-SILENCE = 18  # beats without one, after which a rank counts as dead; the first steps must have begun
-GRACE = 8  # seconds in which a rank saves and ends when another one is gone; then it is ended
-# Words with which a rank begins its signs.
+SILENCE = 18  # beats without a sign after which a rank counts as dead, once the first step has begun
+GRACE = 8  # seconds that a rank has for saving and ending when another rank is gone; after them it is killed
+# First words of the texts by which a rank gives a sign.
 ALIVE = "alive"
-OVER = "over"
-GONE = "gone"
-LATER = timedelta(days=30)  # long, as a rank may wait for another's rollouts: signs of life tell which rank is dead
+OVER = "over"  # the rank has ended as planned
+GONE = "gone"  # the rank has failed; the reason follows
+# Of operations between ranks. It is long, as a rank may wait for another's rollouts: the signs tell which rank is dead.
+GROUP_TIMEOUT = timedelta(days=30)
 GO_ON = "See its own message; without one, it was killed or its machine is down. Continue with --resume auto."
 
 
@@ -45,7 +46,10 @@ class RankLost(R3LiteError):
 
 
 def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Divides rows among `size` ranks by the rows' tokens: the longest first, each to the rank with fewest so far."""
+    """Divides rows among `size` ranks, from the tokens of each row; returns the numbers of each rank's rows.
+
+    The longest rows come first. Each goes to the rank that has the fewest tokens so far.
+    """
     rows_by_rank: list[list[int]] = [[] for _ in range(size)]
     tokens = [0] * size
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
@@ -56,7 +60,7 @@ def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 class Ranks:
-    """The ranks of a run, as one of them sees them; in this class it is the only rank.
+    """The ranks of a run, from the point of view of one of them. In this class it is the only rank, see `Group`.
 
     `gather`, `from_first`, `any`, `sum_`, `sum_gradients` and `require_same` wait until all ranks call them.
     """
@@ -70,13 +74,13 @@ class Ranks:
         return self.rank == 0
 
     def rows_of_rank(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the rows that this rank runs the model on, from the `lengths` of all rows in tokens."""
+        """Returns the numbers of the rows that this rank runs the model on; `lengths` has the tokens of all rows."""
         if self.size == 1:
             return list(range(len(lengths)))
         return shares(lengths, self.size)[self.rank]
 
     def with_progress(self, items: Sequence[T], name: str, unit: str) -> Iterator[T]:
-        """Yields this rank's items. The first rank shows how many are done, if the work is long (see bars.py)."""
+        """Yields `items`, those of this rank. In long work the first rank shows how many are done, see bars.py."""
         if not self.first:
             yield from items
             return
@@ -87,10 +91,10 @@ class Ranks:
                 lines.update()
 
     def begin_step(self, name: str) -> None:
-        """Seeds the dropout of each rank by the step's name and the rank; in a run of one process, does nothing."""
+        """Seeds each rank's dropout from the step's name and the rank. Does nothing in a run of one process."""
 
     def gather(self, value: T) -> list[T]:
-        """Returns the values that all ranks pass, by rank; if there are several ranks, tensors are in host memory."""
+        """Returns the values that the ranks pass, by rank; if there are several ranks, tensors are in host memory."""
         return [value]
 
     def from_first(self, make: Callable[[], T]) -> T:
@@ -144,12 +148,13 @@ class Group(Ranks):
             _take_card(world.local_rank)
             if dist.is_nccl_available():
                 backend = "cpu:gloo,cuda:nccl"
-        self.on_cards = "nccl" in backend
-        self.lost = ""  # why this rank cannot go on
-        self.stepping = False
-        self._ending = threading.Event()
-        # Two connections, as each has one user at a time, and the watch must not wait for the group. The prefix is new
-        # after a restart: the store may still hold the addresses of processes that have ended.
+        self.on_cards = "nccl" in backend  # whether tensors on cards need not be copied to the host
+        self.lost = ""  # why this rank cannot go on; "": it can
+        self.stepping = False  # whether the first step has begun
+        self._ending = threading.Event()  # set when this rank leaves, so that its watch ends
+        # One connection is for `_watch`, the other for the group: a connection serves one thread at a time, and
+        # `_watch` must not wait for the group. The prefix is new after a restart, as the store may still have the
+        # addresses of processes that have ended.
         prefix = f"r3lite/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         self.store = _new_store(prefix)
         group_store = _new_store(prefix)
@@ -163,7 +168,7 @@ class Group(Ranks):
                 store=group_store,
                 rank=self.rank,
                 world_size=self.size,
-                timeout=LATER,
+                timeout=GROUP_TIMEOUT,
             )
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -172,20 +177,20 @@ class Group(Ranks):
         torch.manual_seed(random.Random(f"{name}/{self.rank}").getrandbits(63))
 
     def gather(self, value: T) -> list[T]:
-        data = _packed(value)
-        size = torch.tensor([len(data)])
+        data = _to_bytes(value)
+        # The sizes come first, as all_gather needs parts of one size. Its results go into the tensors of these lists.
         sizes = list(torch.zeros(self.size, 1, dtype=torch.long))
-        self._wait(self.dist.all_gather(sizes, size, async_op=True))
+        self._wait(self.dist.all_gather(sizes, torch.tensor([len(data)]), async_op=True))
         largest = max(map(int, sizes))
         padding = torch.zeros(largest - len(data), dtype=torch.uint8)
         parts = list(torch.zeros(self.size, largest, dtype=torch.uint8))
         self._wait(self.dist.all_gather(parts, torch.cat([data, padding]), async_op=True))
-        return [_unpacked(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
+        return [_from_bytes(part[: int(size)]) for part, size in zip(parts, sizes, strict=True)]
 
     def from_first(self, make: Callable[[], T]) -> T:
         if self.first:
             value = make()
-            data = _packed(value)
+            data = _to_bytes(value)
             self._wait(self.dist.broadcast(torch.tensor([len(data)]), 0, async_op=True))
             self._wait(self.dist.broadcast(data, 0, async_op=True))
             return value
@@ -193,7 +198,7 @@ class Group(Ranks):
         self._wait(self.dist.broadcast(size, 0, async_op=True))
         data = torch.zeros(int(size), dtype=torch.uint8)
         self._wait(self.dist.broadcast(data, 0, async_op=True))
-        return _unpacked(data)
+        return _from_bytes(data)
 
     def any(self, flag: bool) -> bool:
         return bool(self.sum_(torch.tensor([int(flag)])))
@@ -208,6 +213,7 @@ class Group(Ranks):
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         parameters = list(parameters)
+        # The message begins with a number for each parameter: 1 if this rank has its gradient, else 0.
         has_gradient = torch.tensor([float(parameter.grad is not None) for parameter in parameters])
         message = [has_gradient.to(parameters[0].device)]
         for parameter in parameters:
@@ -221,13 +227,13 @@ class Group(Ranks):
                 parameter.grad = total.view_as(parameter).to(parameter.dtype)
 
     def _wait(self, work: Any) -> None:
-        """Waits for `work` in Python: a wait in C++ would go on despite a signal or the loss of another rank."""
+        """Waits for `work` in a Python loop: a wait in C++ would not end at a signal or when another rank is lost."""
         while not work.is_completed():
             self._raise_if_lost()
             time.sleep(5e-4)
         try:
             work.wait()
-        except RuntimeError as error:  # a connection was closed: its owner may have said why
+        except RuntimeError as error:  # a connection was closed: `_watch` may soon learn the other rank's reason
             time.sleep(2 * BEAT)
             self._raise_if_lost()
             raise RankLost(
@@ -239,7 +245,10 @@ class Group(Ranks):
             raise RankLost(self.lost, GO_ON, code="process-lost")
 
     def _watch(self) -> None:
-        """Gives signs of life, and ends this process when another one gives none or says that it has ended."""
+        """Gives signs of life, and ends this process when another one gives none or says that it has failed.
+
+        Runs in a thread of its own.
+        """
         previous_signs = [""] * self.size
         silent_beats = [0] * self.size  # for each rank, the beats since its sign last changed
         beat = 0
@@ -266,7 +275,7 @@ class Group(Ranks):
             _thread.interrupt_main(signal.SIGTERM)
 
     def end(self, reason: str | None) -> None:
-        """Leaves the other ranks. If this rank ends for a `reason`, the others end, too, and tell the reason."""
+        """Leaves the other ranks. `reason`: why this rank has failed; the others then end, too, and tell the reason."""
         if reason is None:
             self.gather(None)  # the first rank, which connects the others, may still be writing
         self._ending.set()
@@ -275,11 +284,11 @@ class Group(Ranks):
         if reason is None:
             self.dist.destroy_process_group()
         else:
-            _end_within(GRACE)  # a driver may wait for ever for the rank that is gone
+            _end_within(GRACE)  # else the CUDA driver may keep this process for ever, waiting for another rank
 
 
 @contextlib.contextmanager
-def joined(
+def join_ranks(
     world: World,
     device: str,
     facts: dict[str, Any],
@@ -313,7 +322,7 @@ def _take_card(local_rank: int) -> None:
 
 
 def _new_store(prefix: str) -> Any:
-    """Returns a connection to the store of the run, whose keys it begins with `prefix`."""
+    """Returns a connection to the store of the run; `prefix` is put before all keys."""
     import torch.distributed as dist
 
     store, _, _ = next(dist.rendezvous("env://"))
@@ -321,17 +330,23 @@ def _new_store(prefix: str) -> Any:
 
 
 def _end_within(seconds: float) -> None:
-    """Ends this process after a while, from a thread that nothing holds up."""
+    """Kills this process after `seconds`, unless it ends before.
+
+    faulthandler does this from a thread in C, which works even if the process hangs; the traceback is thrown away.
+    """
     faulthandler.dump_traceback_later(seconds, exit=True, file=open(os.devnull, "wb"))  # noqa: SIM115
 
 
-def _packed(value: Any) -> Tensor:
-    """Returns any value as bytes [N]."""
+def _to_bytes(value: Any) -> Tensor:
+    """Returns any value as bytes [n]."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
 
 
-def _unpacked(data: Tensor) -> Any:
-    """Is the inverse of `_packed`, with tensors in host memory. The data come from ranks of this run only."""
+def _from_bytes(data: Tensor) -> Any:
+    """Returns the value of which `_to_bytes` made the bytes, with its tensors in host memory.
+
+    Loading a pickle is safe here, as the bytes come from ranks of this run only.
+    """
     return torch.load(io.BytesIO(data.numpy().tobytes()), map_location="cpu", weights_only=False)

@@ -15,12 +15,14 @@ from r3lite.devices.cards import DTYPES, MEASURED, Speeds, device_name
 from r3lite.devices.precision import DTYPES as TORCH_DTYPES
 from r3lite.devices.precision import Precision
 
-READ = 1 << 27  # bytes: beyond what the cache of a laptop's processor or card holds
-WIDTH = 896  # of the weights that are read: Qwen2.5-0.5B's
-LAUNCHES = 200  # kernels of one measurement of their cost
-ENOUGH = 0.02  # seconds of one call, beyond which a larger product says no more
-EDGE = 2048  # of the products by which fp16 is held against fp32
-LARGEST = {"cuda": 8192}  # edge of the largest product; elsewhere 2048
+READ_BYTES = 1 << 27  # more than the cache of a laptop's processor or card holds
+WIDTH = 896  # columns of the weights that are read, as in Qwen2.5-0.5B
+LAUNCHES = 200  # kernels in one measurement of their cost
+ENOUGH = 0.02  # seconds of a measurement; products are made larger until one takes so long
+FP16_EDGE = 2048  # edge of the products that compare fp16 with fp32
+# Edge of the largest product that is measured.
+LARGEST_EDGE = 2048
+LARGEST_EDGE_ON_CUDA = 8192
 REPEATS = 3  # measurements, of which the quickest counts
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -28,12 +30,12 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def measure(device: torch.device, product: Product, dtypes: Iterable[str] = DTYPES) -> Speeds:
-    """Returns the figures of a device, in those of `dtypes` that it has.
+    """Returns the figures of a device, for those of `dtypes` that it has.
 
     `product` is the function by which the network multiplies rows by its weights.
     """
     on_cuda = device.type == "cuda"
-    native = {name: TORCH_DTYPES[name] for name in dtypes if has(device, name)}
+    native = {name: TORCH_DTYPES[name] for name in dtypes if has_dtype(device, name)}
     return Speeds(
         name=device_name(device),
         bandwidth={name: read_speed(device, dtype, product) for name, dtype in native.items()},
@@ -47,9 +49,9 @@ def measure(device: torch.device, product: Product, dtypes: Iterable[str] = DTYP
 
 @functools.cache
 def speeds_of(device: torch.device, dtype: str, product: Product) -> Speeds | None:
-    """Returns the figures of a device in a dtype, measured once a process; None, with a warning, if that fails.
+    """Returns the figures of a device in a dtype, measured once in each process; None, with a warning, if that fails.
 
-    Each process measures anew, because the share of a device that other programs take changes from run to run.
+    They are not stored, because the share of a device that other programs take changes from run to run.
     """
     try:
         return measure(device, product, [dtype])
@@ -62,7 +64,7 @@ def speeds_of(device: torch.device, dtype: str, product: Product) -> Speeds | No
             torch.cuda.reset_peak_memory_stats()
 
 
-def has(device: torch.device, dtype: str) -> bool:
+def has_dtype(device: torch.device, dtype: str) -> bool:
     """Returns whether a device multiplies in a dtype at all; cards before Ampere only emulate bf16."""
     if dtype != "bf16" or device.type != "cuda":
         return True
@@ -70,8 +72,8 @@ def has(device: torch.device, dtype: str) -> bool:
 
 
 @torch.no_grad()
-def read_speed(device: torch.device, dtype: torch.dtype, product: Product, size: int = READ) -> float:
-    """Returns the bytes of weights that products of one row read in a second."""
+def read_speed(device: torch.device, dtype: torch.dtype, product: Product, size: int = READ_BYTES) -> float:
+    """Returns the bytes of weights that products with one row read in a second; the weights have `size` bytes."""
     rows = size // (WIDTH * dtype.itemsize)
     weights = torch.ones(rows, WIDTH, device=device, dtype=dtype)
     row = torch.ones(1, WIDTH, device=device, dtype=dtype)
@@ -80,16 +82,22 @@ def read_speed(device: torch.device, dtype: torch.dtype, product: Product, size:
 
 @torch.no_grad()
 def product_speed(device: torch.device, dtype: torch.dtype, product: Product) -> float:
-    """Returns the operations a second of products of the first size that takes ENOUGH seconds, or of the largest."""
-    largest = LARGEST.get(device.type, 2048)
+    """Returns the floating-point operations a second of a product of two square matrices.
+
+    Their edge is doubled until the product takes ENOUGH seconds, or until it is the largest edge.
+    """
+    largest_edge = LARGEST_EDGE_ON_CUDA if device.type == "cuda" else LARGEST_EDGE
     edge = 256
-    while edge < largest and _product_seconds(device, dtype, edge, 1, product) < ENOUGH:
+    while edge < largest_edge and _product_seconds(device, dtype, product, edge=edge) < ENOUGH:
         edge *= 2
-    return 2 * edge**3 / _product_seconds(device, dtype, edge, REPEATS, product)
+    operations = 2 * edge**3
+    return operations / _product_seconds(device, dtype, product, edge=edge, repeats=REPEATS)
 
 
-def _product_seconds(device: torch.device, dtype: torch.dtype, edge: int, repeats: int, product: Product) -> float:
-    """Returns the seconds of a product of two matrices [edge, edge]."""
+def _product_seconds(
+    device: torch.device, dtype: torch.dtype, product: Product, *, edge: int, repeats: int = 1
+) -> float:
+    """Returns the seconds of a product of two matrices [edge, edge], the least of `repeats` measurements."""
     generator = torch.Generator(device)  # the run's random numbers stay as they are
     a = torch.randn(edge, edge, device=device, generator=generator).to(dtype)
     b = torch.randn(edge, edge, device=device, generator=generator).to(dtype)
@@ -101,10 +109,11 @@ def warn_of_slow_fp16(precision: Precision) -> None:
     device = precision.device
     if device.type != "cuda" or precision.dtype != torch.float16:
         return
-    half = _product_seconds(device, torch.float16, EDGE, 1, torch.matmul)
-    full = _product_seconds(device, torch.float32, EDGE, 1, torch.matmul)
-    if half > full:
-        cause = f"this GPU multiplies fp16 at {full / half:.2f} times the speed of fp32. fp16 halves the memory"
+    fp16_seconds = _product_seconds(device, torch.float16, torch.matmul, edge=FP16_EDGE)
+    fp32_seconds = _product_seconds(device, torch.float32, torch.matmul, edge=FP16_EDGE)
+    if fp16_seconds > fp32_seconds:
+        speedup = fp32_seconds / fp16_seconds
+        cause = f"this GPU multiplies fp16 at {speedup:.2f} times the speed of fp32. fp16 halves the memory"
         print(f"warning: {cause}; if the run fits in memory, --dtype fp32 is faster.", file=sys.stderr)
 
 
@@ -120,12 +129,13 @@ def launch_seconds(device: torch.device) -> float:
 
 
 def host_copy_speed(device: torch.device, pinned: bool, size: int = 1 << 26) -> float:
-    """Returns the bytes a second from the host's memory to the device's.
+    """Returns the bytes a second of a copy of `size` bytes from the host's memory to the device's.
 
-    Raises RuntimeError if memory cannot be pinned here.
+    Raises RuntimeError if memory is to be `pinned` but the system refuses.
     """
-    source = torch.ones(size // 4, pin_memory=pinned)
-    target = torch.empty(size // 4, device=device)
+    numbers = size // torch.float32.itemsize
+    source = torch.ones(numbers, pin_memory=pinned)
+    target = torch.empty(numbers, device=device)
     return source.nbytes / seconds(lambda: target.copy_(source, non_blocking=True), device)
 
 
@@ -138,12 +148,14 @@ def _link_speed(device: torch.device) -> float:
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Returns the seconds of a call: the least of `repeats` measurements of about ENOUGH seconds each.
+    """Returns the seconds of a call of `work`: the least of `repeats` measurements of about ENOUGH seconds each.
 
-    Other programs can only make a measurement longer. The first call is not counted: it loads kernels.
+    The least, because other programs can only make a measurement longer. The first call is not counted: it loads
+    kernels.
     """
 
     def timed(calls: int) -> float:
+        """Returns the mean seconds of one of `calls` calls."""
         start = time.perf_counter()
         for _ in range(calls):
             work()
@@ -156,7 +168,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = REP
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until a device has done all that it was given."""
+    """Waits until a device has done all work that is queued on it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":

@@ -16,12 +16,12 @@ from r3lite.settings.commands import with_baseline
 
 COMPARISON = "comparison.json"
 Predictions = dict[str, tuple[str, Marks]]  # by id: the text of the question, and the marks of its episode
-# What an evaluation that was interrupted may leave: its scores are written last.
+# The files and folders that an interrupted evaluation may leave. It leaves no scores.json, which is written last.
 UNFINISHED = {run_files.CONFIG, run_files.PREDICTIONS, "judge-cache"}
 
 
 def check_output(config: Any, output: Path) -> None:
-    """Raises R3LiteError if a folder holds anything but what this very evaluation has left unfinished."""
+    """Raises R3LiteError unless a folder holds nothing but what an interrupted evaluation with these settings left."""
     if (output / run_files.SCORES).exists():
         remedy = f"Pass another folder, such as {output}-2."
         raise R3LiteError(f"--output {output} already has an evaluation", remedy, code="evaluation-exists")
@@ -33,9 +33,9 @@ def compare_predictions(
     seed: int,
     folder: str | None,
 ) -> None:
-    """Compares two evaluations of the same questions, or several pairs of them, and prints the comparison.
+    """Compares the two evaluations of a pair, or of several pairs, and prints the comparison.
 
-    Writes comparison.json if there is a folder for it.
+    A pair has the paths of two evaluations of the same questions. Writes comparison.json if there is a `folder`.
     """
     if len(pairs) == 1:
         a, b = pairs[0]
@@ -56,10 +56,10 @@ def compare_predictions(
 
 
 def compare_pair(a: str, b: str, seed: int) -> dict:
-    """Returns the content of comparison.json of two evaluations."""
+    """Returns the content of comparison.json for two evaluations."""
     predictions_a = read_predictions(a)
     predictions_b = read_predictions(b)
-    check_same_questions(a, b, ours=predictions_a, theirs=predictions_b)
+    check_same_questions(a, b, predictions_a=predictions_a, predictions_b=predictions_b)
     marks_a, marks_b = paired_marks(predictions_a, predictions_b)
     n = len(valid_indices([marks_a, marks_b]))
     metrics = compare(marks_a, marks_b, seed)
@@ -71,21 +71,15 @@ def compare_pair(a: str, b: str, seed: int) -> dict:
 
 @dataclass(frozen=True)
 class QuestionSet:
-    """Holds evaluations of the same questions: `pairs[i]` are the paths of two evaluations, `marks[i]` their marks.
+    """Pairs of evaluations, a and b, of the same questions; each pair is of another training seed."""
 
-    `questions` has the ids and texts of the questions; all marks are in this order.
-    """
-
-    questions: tuple[tuple[str, str], ...]
-    pairs: list[tuple[str, str]]
-    marks: list[tuple[list[Marks], list[Marks]]]
+    questions: tuple[tuple[str, str], ...]  # the id and the text of each
+    pairs: list[tuple[str, str]]  # the paths of a and b
+    marks: list[tuple[list[Marks], list[Marks]]]  # of the same pairs: the marks of a and b, in the order of `questions`
 
 
 def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
-    """Returns the content of comparison.json of several pairs.
-
-    Pairs of the same questions are seeds of one set of questions.
-    """
+    """Returns the content of comparison.json for several pairs; pairs of the same questions are seeds of one set."""
     sets = question_sets(pairs)
     result = compare_sets([question_set.marks for question_set in sets], seed)
     entries = []
@@ -111,15 +105,15 @@ def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
 
 
 def question_sets(pairs: Sequence[tuple[str, str]]) -> list[QuestionSet]:
-    """Returns the pairs of evaluations, those of the same questions in one set.
+    """Returns sets of pairs of evaluations; pairs of the same questions are in one set.
 
-    Raises R3LiteError if two sets have some questions in common: these would be counted twice.
+    Raises R3LiteError if two sets have questions in common, which would be counted twice.
     """
     sets: list[QuestionSet] = []
     for a, b in pairs:
         predictions_a = read_predictions(a)
         predictions_b = read_predictions(b)
-        check_same_questions(a, b, ours=predictions_a, theirs=predictions_b)
+        check_same_questions(a, b, predictions_a=predictions_a, predictions_b=predictions_b)
         questions = tuple((id, text) for id, (text, _) in predictions_a.items())
         question_set = _set_of(a, questions, sets)
         if question_set is None:
@@ -137,9 +131,9 @@ def _set_of(
     questions: tuple[tuple[str, str], ...],
     sets: list[QuestionSet],
 ) -> QuestionSet | None:
-    """Returns the set of the same questions, in any order; None if no set has any of them.
+    """Returns the set that has exactly these questions, in any order; None if no set has any of them.
 
-    Raises R3LiteError if a set has some of the questions, but not exactly the same ones.
+    Raises R3LiteError, with the evaluation's `path`, if a set has some of the questions, but not exactly these.
     """
     match = None
     for question_set in sets:
@@ -166,7 +160,7 @@ def name_with_baseline(path: str) -> str:
 
 
 def predictions_of(lines: Iterable[Record]) -> Predictions:
-    """Returns question and marks of each line of predictions.jsonl, by id.
+    """Returns question and marks of each line of predictions.jsonl, by id; raises InvalidRecord if an id is repeated.
 
     Every command reads predictions with this function, so that all commands count the same questions.
     """
@@ -196,25 +190,25 @@ def read_predictions(path: str | Path) -> Predictions:
 
 
 def paired_marks(
-    ours: Predictions,
-    theirs: Predictions,
+    predictions_a: Predictions,
+    predictions_b: Predictions,
 ) -> tuple[list[Marks], list[Marks]]:
-    """Returns the marks in both evaluations, each in the order of the questions of `ours`."""
-    marks_a = [marks for _, marks in ours.values()]
-    marks_b = [theirs[id][1] for id in ours]
+    """Returns the marks of both evaluations, in the order of the questions of the first."""
+    marks_a = [marks for _, marks in predictions_a.values()]
+    marks_b = [predictions_b[id][1] for id in predictions_a]
     return marks_a, marks_b
 
 
 def check_same_questions(
     a: str,
     b: str,
-    ours: Predictions,
-    theirs: Predictions,
+    predictions_a: Predictions,
+    predictions_b: Predictions,
 ) -> None:
-    """Raises R3LiteError unless two evaluations are of the same questions."""
+    """Raises R3LiteError, with the paths `a` and `b`, unless two evaluations are of the same questions."""
     remedy = "Evaluate both on the same --data with the same --limit."
-    only_in_a = ours.keys() - theirs.keys()
-    only_in_b = theirs.keys() - ours.keys()
+    only_in_a = predictions_a.keys() - predictions_b.keys()
+    only_in_b = predictions_b.keys() - predictions_a.keys()
     differences = []
     if only_in_a:
         differences.append(f"{len(only_in_a)} only in {a}, such as {min(only_in_a)}")
@@ -224,7 +218,7 @@ def check_same_questions(
         raise R3LiteError(
             f"the evaluations have different questions: {' and '.join(differences)}", remedy, code="questions-differ"
         )
-    changed = [id for id in ours if ours[id][0] != theirs[id][0]]
+    changed = [id for id, (text, _) in predictions_a.items() if text != predictions_b[id][0]]
     if changed:
         cause = f"{len(changed)} ids, such as {changed[0]}, belong to different questions in {a} and {b}"
         raise R3LiteError(cause, remedy, code="ids-differ")

@@ -7,7 +7,7 @@ import numpy as np
 CONFIDENCE = 95.0  # percent
 LOW_END = (100 - CONFIDENCE) / 2
 HIGH_END = (100 + CONFIDENCE) / 2
-LARGEST_BLOCK = 4_000_000  # numbers drawn at once
+LARGEST_BLOCK = 4_000_000  # random numbers in memory at once
 
 
 def resampled_sums(
@@ -15,11 +15,11 @@ def resampled_sums(
     seed: int | Sequence[int],
     resamples: int,
 ) -> np.ndarray:
-    """Returns sums [1 + resamples, metrics, k] of table [metrics, n, k]: over all n questions, then, for each resample,
-    over n drawn questions.
+    """Returns sums [1 + resamples, metrics, k] over the questions of a table [metrics, n questions, k numbers].
 
-    Questions are drawn with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 6); all
-    metrics see the same draws.
+    The first sum is over all questions; each further one is of a resample, over n drawn questions. Questions are drawn
+    with replacement (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 6), the same for all
+    metrics.
     """
     metrics, n, k = table.shape
     generator = np.random.default_rng(seed)
@@ -29,7 +29,7 @@ def resampled_sums(
     for start in range(0, resamples, block):
         count = min(block, resamples - start)
         draws = generator.integers(n, size=(count, n))
-        # Each resample counts in a range of its own, so that one bincount serves the whole block.
+        # Resample i counts its draws in bins i n to i n + n - 1, so that one bincount serves the whole block.
         offsets = np.arange(count)[:, None] * n
         frequencies = np.bincount((draws + offsets).ravel(), minlength=count * n)
         sums.append(frequencies.reshape(count, n) @ by_question)
@@ -37,7 +37,7 @@ def resampled_sums(
 
 
 def ratios(sums: np.ndarray) -> np.ndarray:
-    """Returns numerators over denominators [...], from sums [..., 2]; nan where both are 0, as nothing is known."""
+    """Returns numerators divided by denominators [...], from sums [..., 2]; nan where both are 0: nothing is known."""
     numerators = sums[..., 0]
     denominators = sums[..., 1]
     with np.errstate(invalid="ignore"):
@@ -45,8 +45,10 @@ def ratios(sums: np.ndarray) -> np.ndarray:
 
 
 def interval(values: np.ndarray) -> dict[str, float | None]:
-    """Returns the first of `values` [1 + resamples], which is of all questions, and the percentile interval of the
-    resamples; all three are None if the first is nan."""
+    """Returns the `value` of all questions, and the ends `low` and `high` of the percentile interval of the resamples.
+
+    `values` [1 + resamples] has the value of all questions first. All three are None if it is nan.
+    """
     value = values[0]
     if np.isnan(value):
         return {"value": None, "low": None, "high": None}

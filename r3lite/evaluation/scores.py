@@ -20,7 +20,7 @@ from r3lite.evaluation.text_overlap import corpus_bleu, sentence_bleu
 
 METRICS = ("em", "f1", "format_adherence", "retrieval_recall", "combined", "mean_searches")
 FULL_RECALL_EM = "em_full_recall"  # exact match over the episodes that retrieved every gold paragraph
-# Means over the questions for which they are known, under the same name in predictions.jsonl.
+# Further metrics: means over the questions for which they are known. predictions.jsonl has them by these names.
 MEANS = (
     "reasoning_tokens", "sp_em", "sp_f1", "sp_precision", "sp_recall", "joint_em", "joint_f1", "rouge_l", "bleu",
     "bert_score", "reasoning_accuracy", "query_rationality",
@@ -30,7 +30,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Marks:
-    """Holds what is counted of one episode. `recall` and `judged` are None if they are unknown."""
+    """The numbers of one episode of which the scores are made. `recall` and `judged` are None if they are unknown."""
 
     em: float
     f1: float
@@ -41,8 +41,8 @@ class Marks:
     hops: int
     judged: bool | None = None
     type: str = ""
-    means: dict[str, float] = field(default_factory=dict)  # those of MEANS that are known
-    failure: str | None = None  # why the retriever failed at a query; then the numbers are no scores
+    means: dict[str, float] = field(default_factory=dict)  # the values of the metrics of MEANS that are known
+    failure: str | None = None  # why the retriever failed at a query; then the other numbers count in no score
 
     @staticmethod
     def of(
@@ -50,11 +50,12 @@ class Marks:
         judged: bool | None = None,
         bert_score: float | None = None,
     ) -> "Marks":
+        """Returns the marks of a finished episode."""
         question = episode.question
         em, f1 = answer_scores(episode)
         means: dict[str, float | None] = {"reasoning_tokens": episode.tokens_written}
         if question.gold:
-            means |= _facts(episode, em)
+            means |= _fact_scores(episode, em)
         overlaps = [rouge_l(episode.prediction, answer) for answer in question.answers]
         means["rouge_l"] = max(overlap.f1 for overlap in overlaps)
         means["bleu"] = sentence_bleu(episode.prediction, question.answers)
@@ -110,9 +111,9 @@ def _counts(steps: Sequence[Step]) -> dict[str, int]:
     }
 
 
-def _facts(episode: Episode, em: float) -> dict[str, float]:
+def _fact_scores(episode: Episode, em: float) -> dict[str, float]:
     """Returns the scores of supporting facts and the joint scores of an episode; `em` is the EM of its answer."""
-    answer = Overlap(0.0, 0.0)  # without an answer, as EM and F1 are 0 then, too
+    answer = Overlap(precision=0.0, recall=0.0)  # if the episode has no answer
     if episode.prediction.strip():
         question = episode.question
         answer = best_overlap(episode.prediction, question.answers, rule_of(question))
@@ -137,10 +138,11 @@ def combined(marks: Marks) -> float | None:
 
 
 def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]:
-    """Returns, for each metric, two numbers of each question: what is summed up, and what the sum is divided by.
+    """Returns, for each metric, the numerator and the denominator of each question.
 
-    Both are 0 if the metric is unknown for the question. A metric that is known for no question is left out, unless it
-    is of METRICS or FULL_RECALL_EM.
+    The score of a metric is the sum of the numerators divided by the sum of the denominators. Both are 0 if the metric
+    is unknown for the question. A metric that is known for no question is left out, unless it is one of METRICS or
+    FULL_RECALL_EM.
     """
     table = {
         "em": [(m.em, 1) for m in marks],
@@ -149,7 +151,7 @@ def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]
         "retrieval_recall": [_part(m.recall) for m in marks],
         "combined": [_part(combined(m)) for m in marks],
         "mean_searches": [(m.searches, 1) for m in marks],
-        FULL_RECALL_EM: [_part(m.em if m.recall == 1 else None) for m in marks],
+        FULL_RECALL_EM: [_part(_em_at_full_recall(m)) for m in marks],
     }
     if any(m.judged is not None for m in marks):
         table["judge_accuracy"] = [_part(m.judged) for m in marks]
@@ -157,6 +159,13 @@ def metric_parts(marks: Sequence[Marks]) -> dict[str, list[tuple[float, float]]]
         if any(name in m.means for m in marks):
             table[name] = [_part(m.means.get(name)) for m in marks]
     return table
+
+
+def _em_at_full_recall(marks: Marks) -> float | None:
+    """Returns EM if the episode retrieved every gold paragraph, else None."""
+    if marks.recall != 1:
+        return None
+    return marks.em
 
 
 def _part(value: float | bool | None) -> tuple[float, int]:
@@ -167,7 +176,7 @@ def _part(value: float | bool | None) -> tuple[float, int]:
 
 
 def without_failures(marks: Sequence[Marks]) -> list[Marks]:
-    """Returns the marks that count. Raises R3LiteError if the retriever failed on every question."""
+    """Returns the marks of the questions at which no retriever failed; raises R3LiteError if there are none."""
     valid = [m for m in marks if not m.failure]
     if not valid:
         raise R3LiteError(
@@ -182,7 +191,7 @@ def scores(marks: Sequence[Marks], seed: int = 0) -> dict:
     """Returns `n` and each metric as {"value", "low", "high"} with a 95 % bootstrap interval over questions.
 
     Every metric is a mean over the questions for which it is known (None if there are none), except that format
-    adherence is a mean over steps. METRICS are always there, further ones if they are known of any question.
+    adherence is a mean over steps. METRICS are always there, other metrics if they are known for any question.
     FULL_RECALL_EM has its own number of questions, "n", and is None if no episode retrieved every gold paragraph.
     Questions at which the retriever failed are left out, also of `n`.
     """
@@ -207,7 +216,10 @@ def scores_by(
     marks: Sequence[Marks],
     seed: int = 0,
 ) -> dict[str, dict]:
-    """Returns the scores of each group of questions, such as those of one type; the group "" is left out."""
+    """Returns the scores of each group of questions by its name; the group "" is left out.
+
+    `group` returns the group of a question from its marks, such as its type.
+    """
     groups = {group(m) for m in marks if not m.failure}
     names = sorted(groups - {""})
     by_name = {}
@@ -222,7 +234,7 @@ def summary(
     marks: Sequence[Marks],
     seed: int,
 ) -> dict:
-    """Returns the scores of scores.json from episodes and their marks.
+    """Returns the scores of scores.json from episodes and the marks of the same episodes.
 
     Episodes at which the retriever failed are left out.
     """

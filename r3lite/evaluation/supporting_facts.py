@@ -9,19 +9,23 @@ from collections.abc import Hashable, Set
 from r3lite.core.answer_match import Overlap
 from r3lite.core.episode import Episode
 
-Match = tuple[float, Overlap]  # EM, and precision and recall
+Match = tuple[float, Overlap]  # EM; precision and recall
 
 
 def facts_match(predicted: Set[Hashable], gold: Set[Hashable]) -> Match:
-    """Returns EM (1 if the sets are equal), and precision and recall; all three for one question."""
+    """Returns EM (1 if the sets are equal), precision and recall of the predicted facts of one question."""
     shared = len(predicted & gold)
-    precision = shared / len(predicted) if predicted else 0.0
-    recall = shared / len(gold) if gold else 0.0
+    precision = 0.0
+    if predicted:
+        precision = shared / len(predicted)
+    recall = 0.0
+    if gold:
+        recall = shared / len(gold)
     return float(predicted == gold), Overlap(precision, recall)
 
 
 def joint(answer: Match, facts: Match) -> Match:
-    """Returns EM, precision and recall of an answer and its facts together: the products of both, for one question."""
+    """Returns the joint EM, precision and recall of one question: the products of the answer's and the facts'."""
     answer_em, answer_overlap = answer
     facts_em, facts_overlap = facts
     overlap = Overlap(
@@ -32,7 +36,10 @@ def joint(answer: Match, facts: Match) -> Match:
 
 
 def retrieved_facts(episode: Episode) -> tuple[Set[Hashable], Set[Hashable]]:
-    """Returns the paragraphs that an episode retrieved, each once, and the gold ones."""
+    """Returns the keys of the paragraphs that an episode retrieved, and the keys of the gold paragraphs.
+
+    The key of a gold paragraph is its index in `question.gold`.
+    """
     question = episode.question
     retrieved = set(map(question.paragraph_key, episode.documents))
     gold = set(range(len(question.gold)))

@@ -4,17 +4,18 @@ from collections.abc import Callable
 
 from r3lite.core.titles import TITLES
 
-OF_GROUPS = ("em", "f1", "judge_accuracy", "retrieval_recall", "mean_searches")
-GROUPS = {"by_hops": "hops", "by_type": "type"}
-LEAST_ADHERENCE = 0.5  # below it, scores say little about anything else
+GROUP_METRICS = ("em", "f1", "judge_accuracy", "retrieval_recall", "mean_searches")  # in the tables of groups
+GROUPS = {"by_hops": "hops", "by_type": "type"}  # keys of scores.json with groups of questions, and their titles
+LEAST_ADHERENCE = 0.5  # if a smaller share of steps follows the format, a warning is added
 
 
-def scores_table(scores: dict, remedy_of_format: str) -> str:
-    """Returns the content of scores.json as text: all metrics, those of each group of questions, and warnings.
+def scores_table(scores: dict, format_remedy: str) -> str:
+    """Returns the content of scores.json as text: all metrics, the scores of groups of questions, and warnings.
 
-    `remedy_of_format` says what to do if few steps follow the format.
+    If few steps follow the format, the last warning ends with `format_remedy`, which says what to do.
     """
-    lines = [f"\n{scores['n']} questions: {_counts(scores['finish'])}", f"{'':<18}{'value':>8}   95 % interval"]
+    lines = [f"\n{scores['n']} questions: {_counts(scores['finish'])}"]
+    lines.append(f"{'':<18}{'value':>8}   95 % interval")
     for name, title in TITLES.items():
         entry = scores.get(name)
         if not entry:
@@ -47,32 +48,36 @@ def scores_table(scores: dict, remedy_of_format: str) -> str:
         lines.append(f"\nthe retriever failed on {failures} questions; they are left out of the scores")
     adherence = scores["format_adherence"]["value"] or 0.0
     if adherence < LEAST_ADHERENCE:
-        lines.append(f"\nFew steps follow the format, so the other scores mean little: {remedy_of_format}")
+        lines.append(f"\nFew steps follow the format, so the other scores mean little: {format_remedy}")
     return "\n".join(lines)
 
 
 def _counts(counts: dict[str, int]) -> str:
+    """Returns such as `250 answered, 3 cut off`."""
     return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
 
 
 def _group_lines(title: str, groups: dict[str, dict]) -> list[str]:
-    """Returns a table of a row per group, with the metrics that any group has."""
-    metrics = [name for name in OF_GROUPS if any(name in group for group in groups.values())]
+    """Returns the lines of a table: one for each group, with the metrics of GROUP_METRICS that any group has."""
+    metrics = [name for name in GROUP_METRICS if any(name in group for group in groups.values())]
     titles = "".join(f"{TITLES[name]:>23}" for name in metrics)
     lines = [f"{title:<18}{'n':>6}{titles}"]
     for label, group in groups.items():
-        cells = [_with_interval(group[name]) if name in group else "-" for name in metrics]
+        cells = [_with_interval(group.get(name)) for name in metrics]
         row = "".join(f"{cell:>23}" for cell in cells)
         lines.append(f"{label:<18}{group['n']:>6}{row}")
     return lines
 
 
 def _number(value: float | None) -> str:
-    return f"{'-':>8}" if value is None else f"{value:>8.3f}"
+    """Returns a cell of 8 characters."""
+    if value is None:
+        return f"{'-':>8}"
+    return f"{value:>8.3f}"
 
 
-def _with_interval(entry: dict) -> str:
-    if entry["value"] is None:
+def _with_interval(entry: dict | None) -> str:
+    if entry is None or entry["value"] is None:
         return "-"
     return f"{entry['value']:.3f} ({entry['low']:.3f}-{entry['high']:.3f})"
 
@@ -92,9 +97,9 @@ def comparison_table(comparison: dict) -> str:
 
 
 def pooled_table(comparison: dict, name_of: Callable[[str], str]) -> str:
-    """Returns the content of comparison.json of several pairs as text, and how to read it.
+    """Returns the content of comparison.json for several pairs as text, and how to read it.
 
-    `name_of` returns the name of a path that is printed.
+    `name_of` returns the name that is printed for the path of an evaluation.
     """
     lines = []
     for number, question_set in enumerate(comparison["sets"], 1):
@@ -121,6 +126,8 @@ def _difference_head(title: str) -> str:
 
 
 def _difference_line(title: str, entry: dict) -> str:
-    p = "<0.001" if entry["p"] < 0.001 else f"{entry['p']:.3f}"
+    p = f"{entry['p']:.3f}"
+    if entry["p"] < 0.001:
+        p = "<0.001"
     change = f"{entry['difference']:>+9.3f}  {entry['low']:>+8.3f} {entry['high']:>+8.3f}"
     return f"{title:<18}{_number(entry['a'])}{_number(entry['b'])}{change} {p:>7}"

@@ -1,7 +1,7 @@
-"""How alike two texts are: BLEU and BERTScore. Pure functions; 0 to 1, where others show 0 to 100.
+"""How alike two texts are: BLEU and BERTScore, as pure functions. Scores are 0 to 1; other programs may show 0 to 100.
 
-They equal the packages sacrebleu (with its defaults) and bert-score (without idf and without rescaling to a baseline).
-ROUGE-L, which rewards need, too, is in `answer_match.py`.
+They equal those of the packages sacrebleu (with its defaults) and bert-score (without idf and without rescaling to a
+baseline). ROUGE-L, which rewards need, too, is in `answer_match.py`.
 """
 
 import math
@@ -26,17 +26,16 @@ DASH_AFTER_DIGIT = re.compile(r"([0-9])(-)")
 
 
 class _Counts(NamedTuple):
-    """Holds what BLEU is made of: the numbers of matching n-grams and of all n-grams, at index n - 1, and the numbers
-    of words in predictions and in references."""
+    """The numbers that BLEU is computed from, of one or more predictions."""
 
-    matches: np.ndarray
-    ngrams: np.ndarray
+    matches: np.ndarray  # [ORDERS]: the number of n-grams that match, at index n - 1
+    ngrams: np.ndarray  # [ORDERS]: the number of all n-grams, at index n - 1
     words: int
-    reference_words: int
+    reference_words: int  # words of the references
 
 
 def sentence_bleu(prediction: str, references: Sequence[str]) -> float:
-    """Returns BLEU of one text with exponential smoothing; n-grams longer than the text do not count."""
+    """Returns BLEU of one text with exponential smoothing (see `_bleu`); n-grams longer than the text do not count."""
     counts = _counts(prediction, references)
     return _bleu(counts, orders=min(ORDERS, counts.words))
 
@@ -62,7 +61,7 @@ def _counts(prediction: str, references: Sequence[str]) -> _Counts:
     """Returns the counts of a text and its references.
 
     An n-gram matches at most as often as it stands in a single reference. `reference_words` is the length of the
-    reference whose length is nearest.
+    reference whose length is nearest to the text's.
     """
     words = _words(prediction)
     reference_words = [_words(reference) for reference in references]
@@ -72,7 +71,7 @@ def _counts(prediction: str, references: Sequence[str]) -> _Counts:
         ngrams = _ngrams(words, n)
         reference_ngrams: Counter = Counter()
         for reference in reference_words:
-            reference_ngrams |= _ngrams(reference, n)
+            reference_ngrams |= _ngrams(reference, n)  # the larger count of each n-gram
         matches[n - 1] = (ngrams & reference_ngrams).total()
         ngram_counts[n - 1] = ngrams.total()
     lengths = [len(reference) for reference in reference_words]
@@ -92,7 +91,7 @@ def _ngrams(words: list[str], n: int) -> Counter:
 
 
 def _bleu(counts: _Counts, orders: int) -> float:
-    """Returns the geometric mean of the precisions, times the brevity penalty.
+    """Returns the geometric mean of the precisions of n-grams of 1 to `orders` words, times the brevity penalty.
 
     The k-th precision that is 0 becomes 1 / (2^k n-grams): the smoothing of NIST's mteval-v13a, method 3 of Chen and
     Cherry 2014 (W14-3346).
@@ -108,8 +107,8 @@ def _bleu(counts: _Counts, orders: int) -> float:
             zero_precisions += 1
             matches = 2.0**-zero_precisions
         log_sum += math.log(matches / ngrams)
-    brevity = min(0.0, 1 - counts.reference_words / counts.words)
-    return math.exp(log_sum / orders + brevity)
+    log_brevity_penalty = min(0.0, 1 - counts.reference_words / counts.words)
+    return math.exp(log_sum / orders + log_brevity_penalty)
 
 
 def _words(text: str) -> list[str]:
@@ -134,7 +133,7 @@ def bert_score(prediction: np.ndarray, reference: np.ndarray) -> Overlap:
     """
     if len(prediction) <= 2 or len(reference) <= 2:
         return Overlap(0.0, 0.0)
-    cosines = _unit_vectors(prediction) @ _unit_vectors(reference).T
+    cosines = _unit_vectors(prediction) @ _unit_vectors(reference).T  # [T of the prediction, T of the reference]
     precision = cosines.max(1)[1:-1].mean()
     recall = cosines.max(0)[1:-1].mean()
     return Overlap(float(precision), float(recall))

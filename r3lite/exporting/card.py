@@ -35,12 +35,12 @@ class Facts:
 
     base: str
     on_hub: bool  # whether `base` is a hub id
-    weights: str
+    weights: str  # their format, such as bf16
     file: str | None  # the GGUF file; None: a folder
-    merged: bool  # whether it has the base, or is an adapter alone
-    trained: bool  # whether a run is known to have trained it, or its adapter
-    run: Mapping[str, object]  # the settings of that run, if they are known
-    averaged: int = 0  # number of adapters of which it is the mean; 0: it is no mean
+    merged: bool  # True: the export is a whole model; False: it is an adapter of `base`
+    trained: bool  # whether a run is known to have trained the export, or its adapter
+    run: Mapping[str, object]  # the settings of that run; empty if they are not known
+    averaged: int = 0  # number of adapters whose mean the export is; 0: it is no mean
     license: str | None = None
     scores: Mapping[str, dict] = field(default_factory=dict)
 
@@ -52,12 +52,16 @@ def card(facts: Facts, protocol: Protocol, settings: ProtocolSettings, tokenizer
     """
     messages = opening(tokenizer, protocol, "{question}")
     turns = [f"[{message['role']}]\n{message['content']}" for message in messages]
+    origin = "exported by r3lite"
+    answers = "The prompt asks it to answer"
+    if facts.trained:
+        origin = TRAINED_BY
+        answers = "It answers"
     parts = [
         _head(facts),
-        f"# {facts.base}, {TRAINED_BY if facts.trained else 'exported by r3lite'}",
-        f"{_subject(facts)}, weights in {facts.weights}. "
-        f"{'It answers' if facts.trained else 'The prompt asks it to answer'} "
-        "questions in steps, each of which reasons and then asks a retriever or answers.",
+        f"# {facts.base}, {origin}",
+        f"{_subject(facts)}, weights in {facts.weights}. {answers} questions in steps, each of which reasons and then "
+        "asks a retriever or answers.",
         _run(facts.run, facts.averaged),
         _scores(facts.scores),
         f"## Prompt\n\nThe step format is `{_published(settings.format)}`. An episode opens with:",
@@ -82,10 +86,13 @@ def _subject(facts: Facts) -> str:
     adapter = "A LoRA adapter"
     if facts.averaged:
         adapter = f"The mean of {facts.averaged} LoRA adapters"
-    return f"{adapter} merged into {facts.base}" if facts.merged else f"{adapter} of {facts.base}"
+    if facts.merged:
+        return f"{adapter} merged into {facts.base}"
+    return f"{adapter} of {facts.base}"
 
 
 def _head(facts: Facts) -> str:
+    """Returns the header that the hub reads."""
     lines = ["---"]
     if facts.on_hub:  # the hub takes only its own ids as base_model
         lines.append(f"base_model: {facts.base}")
@@ -93,8 +100,10 @@ def _head(facts: Facts) -> str:
         library = "gguf"
     elif facts.weights == "nf4":  # transformers does not know this kind of NF4
         library = "r3lite"
+    elif facts.merged:
+        library = "transformers"
     else:
-        library = "transformers" if facts.merged else "peft"
+        library = "peft"
     lines.append(f"library_name: {library}")
     if facts.license:
         lines.append(f"license: {facts.license}")
@@ -104,18 +113,22 @@ def _head(facts: Facts) -> str:
 
 
 def _run(run: Mapping[str, object], averaged: int) -> str:
+    """Returns a sentence with the settings of the training run; "" if none is known."""
     names = [name for name in SETTINGS if not (run.get("no_lora") and name.startswith("lora_"))]
     values = {name: run[name] for name in names if run.get(name) not in (None, "none")}
     data = values.get("data")
     if isinstance(data, str) and "," not in data:  # a file: nobody is to learn the folders of this machine
-        values["data"] = PureWindowsPath(data).name  # which splits at / and \\
+        values["data"] = PureWindowsPath(data).name  # PureWindowsPath splits at / and at \\
     settings = ", ".join(f"{name} {value}" for name, value in values.items())
     if not settings:
         return ""
-    return f"All were trained with: {settings}." if averaged else f"Its last training run: {settings}."
+    if averaged:
+        return f"All were trained with: {settings}."
+    return f"Its last training run: {settings}."
 
 
 def _scores(scores: Mapping[str, dict]) -> str:
+    """Returns a table of the scores; "" if there are none."""
     rows = []
     for name, title in SCORES.items():
         score = scores.get(name) or {}
@@ -130,17 +143,18 @@ def _scores(scores: Mapping[str, dict]) -> str:
 
 
 def _use(facts: Facts, messages: list[dict[str, str]], settings: ProtocolSettings, tokenizer: Tokenizer) -> str:
+    """Returns the commands or the program with which the export is used. `messages` open an episode."""
     if facts.file is None:
         ask = _ask(facts, settings, tokenizer)
         if facts.weights == "nf4":
             return f"Only r3lite can load these weights:\n\n{ask}"
         code = _transformers(facts, messages, tokenizer)
         return f"{code}\n\n{FIRST_QUERY} r3lite does both:\n\n{ask}"
-    dated = ""
+    template_flags = ""
     if tokenizer.template.has_clock:
-        dated = f" --jinja --chat-template-file {TEMPLATE}"
+        template_flags = f" --jinja --chat-template-file {TEMPLATE}"
     use = "# llama.cpp; BASE.gguf is the base; prompt as above"
-    lines = [f"llama-cli -m BASE.gguf --lora {facts.file} -cnv{dated}   {use}"]
+    lines = [f"llama-cli -m BASE.gguf --lora {facts.file} -cnv{template_flags}   {use}"]
     if facts.merged:
         lines = ["ollama create my-model -f Modelfile   # in this folder", f'ollama run my-model "{QUESTION}"']
         lines.append(f"llama-cli -m {facts.file} -cnv              # llama.cpp; give the prompt above yourself")
@@ -157,12 +171,14 @@ def _ask(facts: Facts, settings: ProtocolSettings, tokenizer: Tokenizer) -> str:
     words.append("--index INDEX")
     if facts.merged and not facts.trained:
         words.append("--steps on")
-    assumed = ProtocolSettings(worked_example=facts.merged)  # `ask` leaves the example out with an --adapter only
+    defaults = ProtocolSettings(worked_example=facts.merged)  # by default `ask --adapter` leaves the example out
     for name, value in vars(settings).items():
-        if value == getattr(assumed, name):
+        if value == getattr(defaults, name):
             continue
-        if isinstance(value, bool):
-            words.append(flag(name) if value else flag(f"no_{name}"))
+        if value is True:
+            words.append(flag(name))
+        elif value is False:
+            words.append(flag(f"no_{name}"))
         elif name in ("format", "init_prompt", "step_prompt"):
             words.append(f"{flag(name)} {shlex.quote(_published(value))}")
         else:
@@ -171,40 +187,46 @@ def _ask(facts: Facts, settings: ProtocolSettings, tokenizer: Tokenizer) -> str:
 
 
 def _published(path: str) -> str:
-    """Returns a path of r3lite as it is, and of any other its last part: nobody is to learn this machine's folders."""
+    """Returns a path in the package of r3lite as it is, and the last part of any other path: nobody is to learn the
+    folders of this machine."""
     if shipped(path).exists() and not PureWindowsPath(path).anchor:
         return path
     return PureWindowsPath(path).name
 
 
 def _transformers(facts: Facts, messages: list[dict[str, str]], tokenizer: Tokenizer) -> str:
+    """Returns a Python program that writes the first step with transformers. Each variable is a piece of its text."""
     *earlier, last = messages
     earlier_lines = "".join(f"    {message!r},\n" for message in earlier)
-    reader = "AutoTokenizer"
-    read = "AutoModelForCausalLM.from_pretrained(folder)"
-    source = "folder"
-    imported = base = thinking = ends = template = ""
+    tokenizer_class = "AutoTokenizer"
+    model = "AutoModelForCausalLM.from_pretrained(folder)"
+    tokenizer_source = "folder"
+    imports = ""
+    base = ""
+    thinking = ""
+    end_token = ""
+    template = ""
     if not facts.merged:  # the program loads tokenizer, template and end-of-text token from the base
         if tokenizer.other_class:
-            reader = FOLLOWS_THE_FILE
-        imported = "from peft import PeftModel\n"
-        read = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)"
+            tokenizer_class = FOLLOWS_THE_FILE
+        imports = "from peft import PeftModel\n"
+        model = "PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)"
         base = f"base = {facts.base!r}\n"
         if not facts.on_hub:
             base = f"base = {facts.base!r}  # its folder\n"
-        source = "base"
-        ends = f", eos_token_id={tokenizer.stop_id}"
+        tokenizer_source = "base"
+        end_token = f", eos_token_id={tokenizer.stop_id}"
         if SWITCH in tokenizer.template.source:
             thinking = f", {SWITCH}={tokenizer.template.variables[SWITCH]}"
         if tokenizer.template.has_clock:
-            reading = f'open(f"{{folder}}/{TEMPLATE}", encoding="utf-8").read()'
-            template = f"\ntokenizer.chat_template = {reading}  # the base's writes today's date"
+            template_text = f'open(f"{{folder}}/{TEMPLATE}", encoding="utf-8").read()'
+            template = f"\ntokenizer.chat_template = {template_text}  # the base's writes today's date"
     return f"""```python
-{imported}from transformers import AutoModelForCausalLM, {reader}
+{imports}from transformers import AutoModelForCausalLM, {tokenizer_class}
 
 folder = "."  # this folder
-{base}tokenizer = {reader}.from_pretrained({source}){template}
-model = {read}
+{base}tokenizer = {tokenizer_class}.from_pretrained({tokenizer_source}){template}
+model = {model}
 prompt = {last["content"]!r}
 messages = [
 {earlier_lines}    {{"role": "user", "content": prompt.replace("{{question}}", {QUESTION!r})}},
@@ -212,6 +234,6 @@ messages = [
 inputs = tokenizer.apply_chat_template(
     messages, add_generation_prompt=True, return_tensors="pt", return_dict=True{thinking}
 )
-written = model.generate(**inputs, max_new_tokens=128, do_sample=False{ends})
+written = model.generate(**inputs, max_new_tokens=128, do_sample=False{end_token})
 print(tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 ```"""

@@ -1,4 +1,7 @@
-"""Chats of an export: its special tokens and its template are those of the training, and so are its prompts."""
+"""Chats with an exported model: other programs must build the prompts of the training.
+
+Therefore an export has the special tokens and the chat template of the training, and its prompts are checked.
+"""
 
 import json
 import re
@@ -18,13 +21,13 @@ from r3lite.protocols.tokenizer_classes import FOLLOWS_THE_FILE, other_class
 from r3lite.protocols.tokenizer_files import chat_template, probe, special_tokens, template_file
 
 QUESTION = "Who is married to the composer of Jelsan Janli?"
-SWITCH = "enable_thinking"  # of some templates
+SWITCH = "enable_thinking"  # the variable by which some templates switch thoughts on or off
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
-ANOTHER_DAY = date(2031, 12, 4)  # a day on which programs use an export: not the date of the training
+ANOTHER_DAY = date(2031, 12, 4)  # any day other than that of the training, on which a program uses the export
 REMEDY = "Nothing was written. Pass another --form, or a base with its original tokenizer files."
 
 
@@ -34,14 +37,15 @@ def opening(tokenizer: Tokenizer, protocol: Protocol, question: str) -> list[dic
     if protocol.system:
         messages.append({"role": "system", "content": protocol.system})
     messages += protocol.shots
-    messages.append({"role": "user", "content": protocol.opening(question)})
-    return list(tokenizer.folded(messages))
+    messages.append({"role": "user", "content": protocol.question_message(question)})
+    return list(tokenizer.merge_system(messages))
 
 
 def trained_template(tokenizer: Tokenizer) -> str:
     """Returns the chat template of the training.
 
-    Thoughts are switched on or off as in the training, whatever a program's default is, and a date is the training's.
+    In it thoughts are switched on or off as in the training, whatever a program's default is, and a date is that of the
+    training.
     """
     source = tokenizer.template.source
     value = str(tokenizer.template.variables[SWITCH]).lower()
@@ -57,16 +61,19 @@ def write_dated(output: Path, tokenizer: Tokenizer) -> None:
 
 
 def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns, for `saving.save_merged`, the values in which an export's files differ from its base's, by file.
+    """Returns, for `saving.save_merged`, by file the values in which an export differs from its base in `folder`.
 
-    The end-of-text token is set to that of a turn. Some bases end texts by another token, and would never stop.
+    The value of a JSON file is a dict of keys to set, that of the chat template is the text. The end-of-text token is
+    set to the token that ends a turn: some bases have another one, and would never stop.
     """
     path = folder / GENERATION
     if not path.is_file():
         path = folder / CONFIG
-    eos = read_record(path, "Copy it from the model's source.").values.get("eos_token_id")
-    eos_ids = eos if isinstance(eos, list) else [eos]
-    ends = list(dict.fromkeys([tokenizer.stop_id, *(id for id in eos_ids if isinstance(id, int))]))
+    eos_ids = read_record(path, "Copy it from the model's source.").values.get("eos_token_id")
+    if not isinstance(eos_ids, list):
+        eos_ids = [eos_ids]
+    ends = [tokenizer.stop_id] + [id for id in eos_ids if isinstance(id, int)]
+    ends = list(dict.fromkeys(ends))
     ids = {"eos_token_id": tokenizer.stop_id, "pad_token_id": tokenizer.pad_id}
     tokens = tokenizer.special_tokens
     by_file: dict[str, Any] = {
@@ -86,7 +93,10 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -> None:
-    """Checks the prompt that transformers makes with a model folder, on another day, by its own tokenizer class."""
+    """Raises R3LiteError unless transformers makes the prompt `ids` of `messages` with a model folder.
+
+    The prompt is that of another day, made by the tokenizer class that the folder names.
+    """
     config = read_record(folder / TOKENIZER, "")
     record = read_record(folder / "tokenizer.json", "")
     definition = json.dumps(record.values)
@@ -101,24 +111,30 @@ def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -
 
 
 def check_adapter(output: Path, base: Path, thinking: bool, messages: list[dict[str, str]], ids: list[int]) -> None:
-    """Checks, as `check` does, the prompt that transformers makes with an adapter alone.
+    """Raises R3LiteError unless transformers makes the prompt `ids` of `messages` with the adapter in `output`.
 
     The tokenizer is the base's, and so is the template, unless the adapter's folder has one. `thinking` is passed to
     the template.
     """
     config = read_record(base / TOKENIZER, "")
     definition = (base / "tokenizer.json").read_text(encoding="utf-8")
-    place = output if (output / TEMPLATE).is_file() else base
-    source = chat_template(place, config)
-    where = str(template_file(place))
+    folder = base
+    if (output / TEMPLATE).is_file():
+        folder = output
+    source = chat_template(folder, config)
+    where = str(template_file(folder))
     template = ChatTemplate(source, where, tokens=special_tokens(config), thinking=thinking, day=ANOTHER_DAY)
-    check(str(place), definition, template.render(messages, prompt=True), ids)
+    check(str(folder), definition, template.render(messages, prompt=True), ids)
 
 
 def check_gguf(
     path: Path, files: dict[str, dict[str, Any]], modelfile: str, messages: list[dict[str, str]], ids: list[int]
 ) -> None:
-    """Checks the prompts that llama.cpp makes with a GGUF file, read as `files`, and Ollama with its Modelfile."""
+    """Raises R3LiteError unless llama.cpp and Ollama make the prompt `ids` with a GGUF file and its Modelfile.
+
+    `files` has the JSON files of a model folder by their names, as read from the GGUF file. `messages` are those of the
+    prompt to QUESTION.
+    """
     definition = json.dumps(files["tokenizer.json"])
     config = Record(files[TOKENIZER], Source(str(path)))
     source = config.text("chat_template")
@@ -130,7 +146,8 @@ def check_gguf(
 def check(where: str, definition: str, text: str, ids: list[int], adds_first: bool = False) -> None:
     """Raises R3LiteError unless an export's tokenizer turns the prompt `text` into `ids`, the tokens of the training.
 
-    With `adds_first`, the program puts before the prompt the token that the tokenizer puts before each text.
+    `definition` is the text of tokenizer.json. With `adds_first`, the program puts the token before the prompt that the
+    tokenizer puts before each text.
     """
     backend = Backend.from_str(definition)
     exported_ids = backend.encode(text, add_special_tokens=adds_first).ids
@@ -143,7 +160,8 @@ def check(where: str, definition: str, text: str, ids: list[int], adds_first: bo
 
 def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:
     """Returns Ollama's Modelfile: the weights, and a template that puts the question into the prompt."""
-    text = tokenizer.chat_text(opening(tokenizer, protocol, "\0"))
+    text = tokenizer.chat_text(opening(tokenizer, protocol, "\0"))  # "\0" stands for the question
+    # What would have a meaning in the template is written as an action that prints a string: {{ "{{" }}.
     text = re.sub(r'{{|"""', lambda match: f"{{{{ {json.dumps(match[0])} }}}}", text)
     text = text.replace("\0", "{{ .Prompt }}")
     stop = f"PARAMETER stop {tokenizer.stop}\nPARAMETER temperature 0\n"
@@ -151,7 +169,7 @@ def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:
 
 
 def filled(modelfile: str, question: str) -> str:
-    """Returns the prompt that Ollama makes of a Modelfile."""
+    """Returns the prompt that Ollama makes with a Modelfile of `modelfile`."""
     template = re.search(r'TEMPLATE """(.*?)"""\n', modelfile, re.DOTALL)[1]
     values = {".Prompt": question, ".Response": ""}
 

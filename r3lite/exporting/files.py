@@ -8,7 +8,8 @@ CARD = "README.md"
 TRAINED_BY = "trained with r3lite"  # in the heading of a card
 MODELFILE = "Modelfile"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors", GGUF, ADAPTER)
-FILES = {"folder": None, "gguf": GGUF, "adapter": None, "gguf-adapter": ADAPTER}  # None: the folder itself
+# By --form, the one file that has the weights; None: the weights are in a folder of files as transformers or PEFT read.
+FILES = {"folder": None, "gguf": GGUF, "adapter": None, "gguf-adapter": ADAPTER}
 
 
 def is_trained_export(path: Path) -> bool:
@@ -20,7 +21,7 @@ def is_trained_export(path: Path) -> bool:
 
 
 def is_export(folder: Path) -> bool:
-    """Returns whether a folder is what an export writes: one with a card, whose weights are beside it."""
+    """Returns whether a folder is such as an export writes: with a card and weights."""
     if not (folder / CARD).is_file():
         return False
     return any((folder / name).is_file() for name in WEIGHTS)

@@ -45,12 +45,13 @@ from r3lite.models.weights import checkpoint_tensors
 from r3lite.protocols.tokenizer import Tokenizer
 
 REMEDY = "Use --form folder."
-ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's and GGUF's
+ENDINGS = {"lora_A": "lora_a", "lora_B": "lora_b"}  # PEFT's names of an adapter's matrices -> GGUF's
+# The types of matrices in GGUF, by the setting --weights.
 TYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16", "q8_0": "Q8_0"}
 
 
 def write(model: CausalLM, folder: Path, tokenizer: Tokenizer, path: Path, weights: str, name: str) -> None:
-    """Writes a model without adapters, with the tokenizer of `folder`; the file appears whole or not at all.
+    """Writes a model without adapters, with the tokenizer of `folder`, to the file `path`, whole or not at all.
 
     Special tokens and chat template are those of the training, as `tokenizer` has them.
     """
@@ -66,7 +67,7 @@ def write(model: CausalLM, folder: Path, tokenizer: Tokenizer, path: Path, weigh
 def write_adapter(model: CausalLM, adapter: str, path: Path, weights: str, name: str) -> None:
     """Writes one adapter of a model, with the keys and names of llama.cpp's convert_lora_to_gguf.
 
-    llama.cpp multiplies by alpha / r. The file's alpha is chosen so that this is the adapter's scale, also for
+    llama.cpp multiplies by alpha / r. The file's alpha is chosen so that alpha / r is the adapter's scale, also for
     rank-stabilized LoRA, which divides its alpha by the root of r.
     """
     config = lora.switch_of(model).configs[adapter]
@@ -82,12 +83,12 @@ def _name(path: str, architecture: str) -> str:
     """Returns GGUF's name of a tensor of a checkpoint, or of a parameter of an adapter."""
     if "lora_" not in path:
         return gguf_name(path, architecture)
-    linear, side, _ = path.removeprefix("base_model.model.").rsplit(".", 2)
-    return f"{gguf_name(linear, architecture)}.weight.{ENDINGS[side]}"
+    linear, matrix, _ = path.removeprefix("base_model.model.").rsplit(".", 2)
+    return f"{gguf_name(linear, architecture)}.weight.{ENDINGS[matrix]}"
 
 
 def _architecture(config: ModelConfig) -> str:
-    """Returns llama.cpp's name of a model's network; raises R3LiteError if r3lite writes no such files."""
+    """Returns llama.cpp's name of a model's network; raises R3LiteError if r3lite writes no GGUF files of it."""
     if config.layer is Lfm2Layer and config.rope_scaling is None:
         return "lfm2"
     if config.layer is gemma.GemmaLayer and _is_gemma3(config):
@@ -108,14 +109,17 @@ def _architecture(config: ModelConfig) -> str:
         return "granite"
     if config.qkv_bias:
         return "qwen2"
-    return "qwen3" if config.qk_norm else "llama"
+    if config.qk_norm:
+        return "qwen3"
+    return "llama"
 
 
 def _is_smollm3(config: ModelConfig) -> bool:
-    """Returns whether exactly every fourth layer has no positions, as llama.cpp takes for granted."""
+    """Returns whether every fourth layer, and no other, has no positions, as llama.cpp takes for granted."""
     for layer, kind in enumerate(config.layer_kinds):
-        is_without_positions = kind.rope is None
-        if is_without_positions != ((layer + 1) % NO_ROPE_INTERVAL == 0):
+        is_fourth = (layer + 1) % NO_ROPE_INTERVAL == 0
+        has_no_positions = kind.rope is None
+        if has_no_positions != is_fourth:
             return False
     return True
 
@@ -139,7 +143,7 @@ def _is_gemma3(config: ModelConfig) -> bool:
 
 
 def _heads(model: CausalLM, name: str) -> int:
-    """Returns the number of heads in which the rows of a checkpoint's tensor are reordered in a file; 0: not at all."""
+    """Returns the number of heads within which a file reorders the rows of a tensor; 0: it does not reorder them."""
     if "lora_A" in name:  # unlike the rows of B, those of A are not outputs of the layer
         return 0
     config = model.config
@@ -149,8 +153,8 @@ def _heads(model: CausalLM, name: str) -> int:
 @contextlib.contextmanager
 def _writer(path: Path, model: CausalLM) -> Iterator[gguf.GGUFWriter]:
     """Yields a writer, to which a GGUF file's keys and tensors are added; the end of the block writes the file."""
-    folder_of_all = path.parent.absolute()  # the export's folder: made last, so that a failure leaves nothing
-    temporary = folder_of_all.with_name(f".{folder_of_all.name}.{os.getpid()}{PART}")
+    export_folder = path.parent.absolute()  # it is made last, so that a failure leaves nothing
+    temporary = export_folder.with_name(f".{export_folder.name}.{os.getpid()}{PART}")
     temporary.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(temporary, _architecture(model.config))
     try:
@@ -201,7 +205,7 @@ def _add_sizes(writer, model: CausalLM, name: str) -> None:
     if architecture == GEMMA3:
         writer.add_sliding_window(config.kind(0).window)
     if architecture == "granite":
-        # The residual multiplier is in the embedding's, and in the norms' eps: see models/granite.py.
+        # The residual multiplier is contained in the embedding multiplier and in the norms' eps: see models/granite.py.
         writer.add_residual_scale(1.0)
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_attention_scale(config.attention_scale)
@@ -220,13 +224,21 @@ def _kv_heads(config: ModelConfig) -> int | list[int]:
     """Returns the number of key/value heads; for LFM2, whose convolutions have none, the number of each layer."""
     if config.layer is not Lfm2Layer:
         return config.num_key_value_heads
-    return [0 if kind.taps else config.num_key_value_heads for kind in config.layer_kinds]
+    heads = []
+    for kind in config.layer_kinds:
+        if kind.taps:
+            heads.append(0)
+        else:
+            heads.append(config.num_key_value_heads)
+    return heads
 
 
 def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: str) -> None:
     architecture = _architecture(model.config)
     for name, tensor in tqdm(tensors.items(), desc="converting", unit="tensor", disable=None):
-        type_name = TYPES[weights] if tensor.dim() == 2 else "F32"
+        type_name = "F32"
+        if tensor.dim() == 2:
+            type_name = TYPES[weights]
         kind = gguf.GGMLQuantizationType[type_name]
         tensor = tensor.detach().float()
         if architecture == QWEN35:
@@ -236,7 +248,7 @@ def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: s
             numbers = numbers.squeeze(1)
         heads = _heads(model, name)
         if heads:
-            numbers = numbers[np.argsort(row_order(len(numbers), heads))]
+            numbers = numbers[np.argsort(row_order(len(numbers), heads))]  # argsort inverts the order
         shift = shift_of(name, architecture)
         if shift:
             numbers = numbers + np.float32(shift)
@@ -244,7 +256,7 @@ def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: s
 
 
 def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> None:
-    """Adds the BPE of `tokenizer.json`; `rows` are the embedding's. Ids below `rows` without a token become padding."""
+    """Adds the BPE of `tokenizer.json`. Ids without a token below `rows`, the rows of the embedding, become padding."""
     record = read_record(folder / "tokenizer.json", REMEDY)
     model = record.record("model")
     split = split_of(record)
@@ -259,7 +271,11 @@ def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> Non
     if tokenizer.size > rows:
         raise record.error(f"the tokenizer has token ids up to {tokenizer.size - 1}, but the embedding has {rows} rows")
     tokens, types = _tokens(record, rows, is_sentencepiece)
-    merges = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in model.items("merges")]
+    merges = []
+    for merge in model.items("merges"):
+        if isinstance(merge, str):
+            merge = merge.split(" ")
+        merges.append(tuple(merge))
     if is_sentencepiece:
         writer.add_tokenizer_model(SENTENCEPIECE)
         writer.add_tokenizer_pre(SENTENCEPIECE_SPLIT)
@@ -274,7 +290,7 @@ def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> Non
     ids = {name: tokens.index(token) for name, token in tokenizer.special_tokens.items() if token in tokens}
     for name, id in ids.items():
         getattr(writer, f"add_{name}_id")(id)
-    begins_with_bos = "bos_token" in ids and tokenizer.first == tokens[ids["bos_token"]]
+    begins_with_bos = "bos_token" in ids and tokenizer.bos == tokens[ids["bos_token"]]
     writer.add_add_bos_token(begins_with_bos)
     writer.add_chat_template(trained_template(tokenizer))
 
@@ -293,10 +309,12 @@ def _tokens(record: Record, rows: int, is_sentencepiece: bool) -> tuple[list[str
         token = added.text("content", blank=True)
         is_special = added.flag("special", False)
         if is_sentencepiece and SPACE in token and not is_special:
-            continue  # it is never in a text as such, but is merged from spaces
+            continue  # the merges make this token from spaces; it is not looked for in the text as a whole
         id = added.whole("id")
         tokens[id] = token
-        types[id] = gguf.TokenType.CONTROL if is_special else gguf.TokenType.USER_DEFINED
+        types[id] = gguf.TokenType.USER_DEFINED
+        if is_special:
+            types[id] = gguf.TokenType.CONTROL
     return tokens, types
 
 
@@ -334,8 +352,10 @@ def _scores(
 
 @torch.no_grad()
 def fill(model: CausalLM, header: Header, adapter: str | None = None) -> None:
-    """Puts the weights of a file into a model of the same sizes, or into its adapter."""
-    tensors = lora.adapter_parameters(model, adapter) if adapter else checkpoint_tensors(model)
+    """Copies the weights of a file into a model of the same sizes or, if `adapter` is named, into this adapter."""
+    tensors = checkpoint_tensors(model)
+    if adapter:
+        tensors = lora.adapter_parameters(model, adapter)
     architecture = _architecture(model.config)
     for name, tensor in tensors.items():
         stored = replace(

@@ -18,15 +18,17 @@ def token() -> str:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Returns the files of a folder that are uploaded: no hidden files, no links, and nothing of its subfolders."""
+    """Returns the files of a folder that are uploaded, without hidden files, links and subfolders."""
     files = [path for path in folder.iterdir() if path.is_file() and not path.is_symlink()]
     return sorted(path for path in files if not path.name.startswith("."))
 
 
 def summary(folder: Path, repository: str, kind: str) -> str:
-    """Returns what an upload would do, in words."""
+    """Returns what an upload would do, in words. `kind` is that of --push-as."""
     files = files_of(folder)
-    where = "a pull request to" if kind == "pull-request" else "the private repository"
+    where = "the private repository"
+    if kind == "pull-request":
+        where = "a pull request to"
     width = max(len(path.name) for path in files)
     lines = [f"upload      {folder} to {where} {repository}: {len(files)} files"]
     for path in files:
@@ -53,8 +55,10 @@ def push(folder: Path, repository: str, kind: str) -> str:
             api.create_repo(repository, private=True, exist_ok=True)
             if not api.model_info(repository).private:
                 cause = f"{repository} is public; nothing was uploaded"
-                private = "Pass another repository, make it private, or pass --push-as pull-request."
-                raise R3LiteError(cause, private, code="repository-public")
+                remedy = "Pass another repository, make it private, or pass --push-as pull-request."
+                raise R3LiteError(cause, remedy, code="repository-public")
         additions = [CommitOperationAdd(path.name, str(path)) for path in files_of(folder)]
         commit = api.create_commit(repository, additions, commit_message="Exported by r3lite", create_pr=as_request)
-    return commit.pr_url if as_request else f"{api.endpoint}/{repository}"
+    if as_request:
+        return commit.pr_url
+    return f"{api.endpoint}/{repository}"

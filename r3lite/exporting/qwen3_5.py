@@ -1,8 +1,9 @@
 """How the layers with the gated delta rule differ between a GGUF file of Qwen3.5 and the checkpoint.
 
-In a checkpoint the value heads that one key head serves stand together. llama.cpp deals them out to the key heads in
-turn: if each of K key heads serves r value heads, the value head j K + g of a file is g r + j of the checkpoint. Where
-a checkpoint has A_log, a file has the rate of the decay, -exp(A_log).
+There are K key heads, each of which serves r value heads. In a checkpoint the r value heads of a key head are
+neighbours; in a file the first value heads of all key heads come first, then the second ones, and so on. So value head
+g r + j of a checkpoint, head j (0 to r - 1) of key head g (0 to K - 1), is value head j K + g of a file. Where a
+checkpoint has A_log, a file has the rate of the decay, -exp(A_log).
 """
 
 import re
@@ -12,13 +13,13 @@ from torch import Tensor
 
 from r3lite.models.causal_lm import LayerKind, ModelConfig
 
-# Numbers of rotary pairs that turn by the time, the height and the width of a part of an image; the fourth section is
-# empty. In a text all pairs turn by the position.
+# Numbers of rotary pairs that turn by the time, by the height and by the width of a part of an image; the fourth
+# section is empty. In a text all pairs turn by the position.
 ROTARY_SECTIONS = [11, 11, 10, 0]
-# Parts of a layer in which value heads stand side by side.
-AFTER_KEYS = ("in_proj_qkv", "conv1d")  # behind the queries and keys
-ONE_NUMBER = ("in_proj_a", "in_proj_b", "A_log", "dt_bias")  # one row or number per head
-COLUMNS = "out_proj"  # the only part that has the heads as inputs
+# The tensors of a layer that are ordered by value heads.
+AFTER_KEYS = ("in_proj_qkv", "conv1d")  # the rows of the value heads follow those of the queries and keys
+ONE_NUMBER = ("in_proj_a", "in_proj_b", "A_log", "dt_bias")  # one row, or one number, for each value head
+COLUMNS = "out_proj"  # the value heads are its inputs, so its columns are ordered by them
 PARTS = (*AFTER_KEYS, *ONE_NUMBER, "in_proj_z", COLUMNS)
 DECAY = "A_log"
 
@@ -47,7 +48,7 @@ def is_writable(config: ModelConfig) -> bool:
 
 
 def _delta_kind(config: ModelConfig) -> LayerKind:
-    """Returns the kind of the layers with the delta rule, which are alike."""
+    """Returns the kind of the layers with the delta rule; they are all alike."""
     return next(kind for kind in config.layer_kinds if kind.delta)
 
 
@@ -58,9 +59,9 @@ def sizes(config: ModelConfig) -> dict[str, int]:
     return {
         "ssm.conv_kernel": kind.taps,
         "ssm.state_size": heads.key_dim,
-        "ssm.group_count": heads.keys,
-        "ssm.time_step_rank": heads.values,
-        "ssm.inner_size": heads.values * heads.value_dim,
+        "ssm.group_count": heads.key_heads,
+        "ssm.time_step_rank": heads.value_heads,
+        "ssm.inner_size": heads.value_heads * heads.value_dim,
         "full_attention_interval": attention_interval(config),
     }
 
@@ -76,7 +77,7 @@ def to_file(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def from_file(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
-    """Returns what `to_file` was called with; A_log up to rounding."""
+    """Returns a tensor of a file as the checkpoint has it: the inverse of `to_file`, for A_log up to rounding."""
     axis, order = _file_order(name, config)
     if order is not None:
         tensor = tensor.index_select(axis, order.argsort())
@@ -86,25 +87,29 @@ def from_file(name: str, tensor: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _file_order(name: str, config: ModelConfig) -> tuple[int, Tensor | None]:
-    """Returns an axis of a published tensor and, for each place along it in a file, the place in the checkpoint [n].
-
-    None instead of the places means that both have the same order.
+    """Returns the axis along which a tensor is ordered by value heads, and its order in a file: indices of the
+    checkpoint [n]. The order is None if it is the same in both.
     """
     match = re.search(r"\.linear_attn\.(\w+)", name)
-    part = match[1] if match else ""
-    axis = 1 if part == COLUMNS else 0
-    inner_side = "lora_B" if axis == 1 else "lora_A"  # the adapter's matrix with the rank along the axis
-    if part not in PARTS or inner_side in name:
+    part = ""
+    if match:
+        part = match[1]
+    axis = 0
+    matrix_without_heads = "lora_A"  # along the axis, this matrix of an adapter has the rank instead of the heads
+    if part == COLUMNS:
+        axis = 1
+        matrix_without_heads = "lora_B"
+    if part not in PARTS or matrix_without_heads in name:
         return axis, None
     heads = _delta_kind(config).delta
-    by_key_head = torch.arange(heads.values).view(heads.keys, -1)
+    by_key_head = torch.arange(heads.value_heads).view(heads.key_heads, -1)
     head_order = by_key_head.t().flatten()
     if part in ONE_NUMBER:
         return axis, head_order
-    numbers = torch.arange(heads.values * heads.value_dim).view(heads.values, -1)
-    order = numbers[head_order].flatten()
+    indices_by_head = torch.arange(heads.value_heads * heads.value_dim).view(heads.value_heads, -1)
+    order = indices_by_head[head_order].flatten()
     if part in AFTER_KEYS:
         queries, keys, _ = heads.sizes
-        before = queries + keys
-        order = torch.cat((torch.arange(before), before + order))
+        first_value = queries + keys
+        order = torch.cat((torch.arange(first_value), first_value + order))
     return axis, order

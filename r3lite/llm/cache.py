@@ -1,6 +1,6 @@
-"""Replies of remote services kept on disk, so that no request is billed twice, and a run can be repeated.
+"""Replies of remote services, stored on disk, so that no request is billed twice, and a run can be repeated.
 
-Knows no network and no service. Failures are never kept.
+Knows no network and no service. Failures are never stored.
 """
 
 import hashlib
@@ -19,15 +19,16 @@ T = TypeVar("T")
 
 
 def digest(circumstances: dict[str, Any]) -> str:
-    """Returns a name for all that a reply depends on."""
+    """Returns the name of a reply in the cache: a hash of all that the reply depends on."""
     text = json.dumps(circumstances, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 class ReplyCache:
-    """A folder of replies, one JSON file each, by digest; without a folder it keeps nothing.
+    """A folder of replies, each a JSON file named by its digest; without a folder nothing is stored.
 
-    Several processes may share the folder: files are written whole. Raises R3LiteError if the path is not a folder.
+    Several processes may share the folder: files are written whole. `flag` is the setting that names it.
+    Raises R3LiteError if the path is not a folder.
     """
 
     def __init__(self, folder: Path | None, flag: str):
@@ -58,7 +59,7 @@ class ReplyCache:
             return None
 
     def store(self, key: str, reply: dict) -> None:
-        """Keeps a reply; raises R3LiteError if the folder cannot be written."""
+        """Stores a reply; raises R3LiteError if the folder cannot be written."""
         if self.folder is None:
             return
         cause = f"replies cannot be cached in {self.folder}"

@@ -1,5 +1,5 @@
-"""Clients of models that are asked for replies, structured or plain: the base, which caches and counts replies, and the
-client of a remote model, which limits the rate of requests and repeats failed ones.
+"""Clients of models that reply to requests: the base, which caches and counts replies, and the client of a remote
+model, which limits the rate of requests and repeats failed ones.
 
 Owns everything between a prompt and its reply, except the formats of a service (`replies.Service`). A reply that is
 missing, blocked, cut or malformed is a `Reply` with the kind of its failure, not an exception; only what would fail
@@ -30,7 +30,7 @@ from r3lite.llm.replies import Reply, Request, Service, estimated_tokens, parse,
 from r3lite.llm.transport import Calls, NoReply, redacted
 from r3lite.settings import JudgeSettings
 
-FIRST_BACKOFF = 1.0  # seconds; doubled at each try
+FIRST_BACKOFF = 1.0  # seconds before the second try; doubled for each further one
 LONGEST_BACKOFF = 60.0
 LONGEST_WAIT = 300.0  # seconds; if a server asks for more, the request has failed
 # Failures after which the next try may succeed.
@@ -49,15 +49,15 @@ def make_service(settings: JudgeSettings) -> Service:
 
 
 class CachingClient(ABC):
-    """Gives replies in the order of the requests, from a cache, and counts them.
+    """Returns replies in the order of the requests, from a cache if they are there, and counts them.
 
-    A subclass says how requests are asked (`_ask_all`), and what a reply depends on beside the request
+    A subclass defines how the others are asked (`_ask_all`), and what a reply depends on beside the request
     (`circumstances`).
     """
 
     circumstances: dict
-    counted = ("cache_hits", "input_tokens", "output_tokens")
-    _prices: tuple[float, float] | None = None
+    counted = ("cache_hits", "input_tokens", "output_tokens")  # the names of counts
+    _prices: tuple[float, float] | None = None  # as `prices_of` returns them
 
     def __init__(self, settings: JudgeSettings, cache: Path | None, budget: Budget):
         """`cache` is the folder of cached replies."""
@@ -73,7 +73,7 @@ class CachingClient(ABC):
     ) -> list[Reply]:
         """Returns replies in the order of the requests; equal requests are asked once.
 
-        `progress` names a progress bar. `on_reply` is called with each reply as it comes; if it raises, all ends.
+        `progress` names a progress bar. `on_reply` is called with each reply as it comes; its errors end this call.
         """
         keys = [digest(request.parts | self.circumstances) for request in requests]
         waiting = dict(zip(keys, requests))
@@ -114,10 +114,13 @@ class CachingClient(ABC):
 
     @abstractmethod
     def _ask_all(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
-        """Calls `take` with each request's key and its reply, counted and stored, as soon as the reply is there."""
+        """Asks the model. Calls `take` with the key and the reply of each request as soon as the reply is there.
+
+        Counts and stores the replies (`_count_and_store`).
+        """
 
     def _count_and_store(self, key: str, reply: Reply) -> Reply:
-        """Counts a reply, stores it in the cache unless it has failed, and returns it."""
+        """Counts a reply and returns it; stores it in the cache if it has not failed and is not from there."""
         if not (reply.failure or reply.cached):
             self._cache.store(key, {"text": reply.text})
         with self._lock:
@@ -146,7 +149,7 @@ class Client(CachingClient):
         self._sleep = sleep or self._calls.sleep
         self.limiter = RateLimiter(settings.judge_rpm, clock, self._sleep)
         self._jitter = random.Random()
-        self._changes = 0  # how often the way of asking has changed
+        self._changes = 0  # how often the service has changed how it asks (`Service.gives_way`)
 
     def generate(self, request: Request) -> Reply:
         """Returns one reply, if possible from the cache. Raises R3LiteError only for what would fail every request."""
@@ -187,8 +190,7 @@ class Client(CachingClient):
     # Asking
 
     def _ask(self, key: str, request: Request) -> Reply:
-        """Sends a request until it is answered, a failure is final or the tries are used up; counts and stores the
-        reply."""
+        """Sends a request until it is answered, fails for good or has no try left; counts and stores the reply."""
         tries = 0
         while True:
             changes = self._changes
@@ -210,8 +212,11 @@ class Client(CachingClient):
                 self._counts["retries"] += 1
 
     def _has_another_way(self, reason: str, changes: int) -> bool:
-        """Returns whether to ask again in another way: one to which the service changes now, or to which another thread
-        has changed since the number of changes was `changes`."""
+        """Returns whether a refused request is to be asked again, because the way of asking has changed.
+
+        Either another thread has changed it since the request was sent, when `changes` was the number of changes, or
+        the service changes it now.
+        """
         with self._lock:
             if self._changes > changes:  # another thread was refused and changed the way
                 return True
@@ -223,13 +228,13 @@ class Client(CachingClient):
         return True
 
     def _try(self, request: Request) -> tuple[Reply, float]:
-        """Sends one request; returns its reply and the seconds that the server asks to wait."""
+        """Sends one request; returns its reply and the seconds that the server asks to wait, 0 if it names none."""
         limit = request.max_output_tokens + self.service.room
         prompt_tokens = estimated_tokens(*request.texts)
         highest_cost = self._price(prompt_tokens, limit)
-        cap = self.budget.reserve(highest_cost)
-        if cap:
-            return Reply(failure="capped", detail=cap), 0.0
+        reached_cap = self.budget.reserve(highest_cost)
+        if reached_cap:
+            return Reply(failure="capped", detail=reached_cap), 0.0
         cost = 0.0
         seconds = 0.0
         try:
@@ -251,7 +256,7 @@ class Client(CachingClient):
         return replace(reply, detail=self._redacted(reply.detail)), seconds
 
     def _reply_to(self, request: Request, body: str, prompt_tokens: float, limit: int) -> tuple[Reply, float]:
-        """Returns the reply in the body of a response, or what is wrong with it, and its price; counts its tokens."""
+        """Returns the reply that the body of a response has, or a failed one, and its price; counts its tokens."""
         answer = self.service.read_answer(body, prompt_tokens, limit)
         with self._lock:
             self._counts["input_tokens"] += round(answer.input_tokens)
@@ -299,7 +304,7 @@ class Client(CachingClient):
         return " ".join(redacted(text, self.service.secret).split())[:300]
 
     def _price(self, input_tokens: float, output_tokens: float) -> float:
-        """Returns US dollars; 0 if the price is not known, which `prices_of` refuses if there is a cap on cost."""
+        """Returns US dollars; 0 if the prices are not known. A cap on cost needs them: `prices_of` refuses it then."""
         input_price, output_price = self._prices or (0.0, 0.0)
         return (input_tokens * input_price + output_tokens * output_price) / 1e6
 

@@ -1,4 +1,4 @@
-"""Gemini as a service of the client: requests by Google's library, keys from GOOGLE_API_KEY or GEMINI_API_KEY."""
+"""The service Gemini: requests go through Google's library; the key is in GOOGLE_API_KEY or GEMINI_API_KEY."""
 
 import copy
 import re
@@ -20,7 +20,7 @@ FAILURES = {"MAX_TOKENS": "cut"} | dict.fromkeys(BLOCKED, "blocked")  # by the r
 
 
 class GeminiService(Service):
-    """The model --judge-model, asked to think or not, unless it refuses that setting."""
+    """Asks --judge-model. Requests say whether to think, until the model refuses that field."""
 
     key_remedy = "Set GOOGLE_API_KEY to a valid key."
 
@@ -63,10 +63,10 @@ class GeminiService(Service):
         return response.sdk_http_response.body
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
-        """Returns what the body says, as in the base.
+        """Returns what the body says, as `Service.read_answer` does.
 
-        A count that is missing, zero or not a count is replaced by an estimate, so that no reply is free. A missing
-        count of thoughts means that there are none; an invalid one is replaced by the limit.
+        A count of tokens that is missing, zero or no count is replaced by an estimate, so that no reply is free. If the
+        count of thoughts is missing, there are none; if it is no count, it is replaced by the limit.
         """
         reply = Record(parse(body), Source("the reply"))
         candidates = reply.records("candidates", [])
@@ -97,7 +97,7 @@ class GeminiService(Service):
 
 
 def thinking(model: str, wanted: bool) -> tuple[dict, int]:
-    """Returns the fields of a request that say whether a model is to think, and how many tokens thoughts may take."""
+    """Returns the fields of a request for a model that is to think, or not, and how many tokens thoughts may take."""
     if re.match(r"(models/)?gemini-[12]\b", model):  # before thinking had levels
         budget = THINKING_ROOM if wanted else 0
         return {"thinking_budget": budget}, budget

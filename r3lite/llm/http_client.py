@@ -76,7 +76,10 @@ class BoundedClient(httpx.AsyncClient):
 
 
 class Unanswered(R3LiteError):
-    """A request without a reply; if the fault `passes`, a try after `pause` seconds or another server may give one."""
+    """A request without a reply. If `passes`, the fault may pass: another try or another server may give a reply.
+
+    `status` is that of the server's refusal, 0 without one; `pause` the seconds that it asks to wait before a new try.
+    """
 
     def __init__(
         self,
@@ -107,13 +110,13 @@ class Link:
     def __init__(self, url: str, remedy: str, seconds: float, max_bytes: int, headers: dict[str, str] | None = None):
         self.url = url
         self.remedy = remedy
-        self.limits = (CONNECT, seconds, seconds, seconds)
+        self.limits = (CONNECT, seconds, seconds, seconds)  # seconds to connect, read, write, and get a connection
         self._client = BoundedClient(max_bytes, headers)
         self.calls = Calls(seconds)
         self._keys = [value.removeprefix("Bearer ") for value in (headers or {}).values()]
 
     def text(self, path: str = "", content: dict | bytes | None = None) -> str:
-        """Returns the reply to a GET, or to a POST of JSON or bytes. Raises Unanswered."""
+        """Returns the reply to a POST of `content`, JSON or bytes; to a GET without content. Raises Unanswered."""
         method = "GET"
         body = {}
         if content is not None:
@@ -153,7 +156,8 @@ class Link:
     ) -> T:
         """Returns what `read` makes of the reply, a JSON object.
 
-        Raises Unanswered, or WrongReply if the reply is not such as that kind of `server` sends.
+        Raises Unanswered, or WrongReply if `read` raises InvalidRecord. Its message names the kind of `server`
+        that was expected.
         """
         text = self.text(path, content)
         try:

@@ -1,6 +1,6 @@
-"""How often and for how much a remote model may be asked: a rate limit, caps and prices, shared by threads.
+"""How often, and at what cost, a remote model may be asked: a rate limit, caps and prices, shared by threads.
 
-Does not know what is asked.
+Knows nothing of requests and replies.
 """
 
 import threading
@@ -38,7 +38,7 @@ class RateLimiter:
             self._held_until = max(self._held_until, self.clock() + seconds)
 
     def _take(self) -> float:
-        """Counts a request and returns at most 0 if it may be sent at once; else returns the seconds to wait."""
+        """Returns the seconds to wait. If they are 0 or less, the request may be sent at once, and is counted."""
         with self._lock:
             time = self.clock()
             while self._sent and self._sent[0] <= time - MINUTE:
@@ -67,7 +67,10 @@ class Budget:
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def reserve(self, highest_cost: float) -> str | None:
-        """Counts a request of at most this cost, or returns the cap that forbids it. May wait for others to settle."""
+        """Counts a request of at most this cost and returns None, or returns in words the cap that forbids it.
+
+        May wait until the costs of other requests are known.
+        """
         with self._changed:
             while True:
                 if self.max_calls is not None and self.calls >= self.max_calls:

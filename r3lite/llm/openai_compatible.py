@@ -1,7 +1,7 @@
 """OpenAI and servers that speak its /chat/completions (vLLM, llama.cpp, Ollama) as a service of the client.
 
 The key is read from OPENAI_API_KEY; your own server (--judge-base-url) needs none. `response_format` has the schema of
-the JSON; those servers hold a model to it, and the reply is checked all the same.
+the JSON. These servers make a model keep to it; the reply is checked all the same.
 """
 
 import re
@@ -34,22 +34,22 @@ class OpenAIService(Service):
         self._address = f"{(settings.judge_base_url or ADDRESS).rstrip('/')}/chat/completions"
         self._client = BoundedClient()
         self.room = THINKING_ROOM if settings.judge_thinking else 0
-        # Newer models of OpenAI refuse the old name of the limit, and some servers know no other.
-        self._limit = "max_completion_tokens" if settings.judge_base_url is None else "max_tokens"
-        self._names = {"max_tokens", "max_completion_tokens"} - {self._limit}  # names of the limit that were not tried
+        # Newer models of OpenAI refuse the old name of the limit, max_tokens; some other servers know only that one.
+        self._limit_name = "max_completion_tokens" if settings.judge_base_url is None else "max_tokens"
+        self._untried_names = {"max_tokens", "max_completion_tokens"} - {self._limit_name}
 
     def gives_way(self, reason: str) -> str | None:
-        if not self._names or self._limit not in reason:
+        if not self._untried_names or self._limit_name not in reason:
             return None
-        self._limit = self._names.pop()
-        return f"needs {self._limit}; continuing with it"
+        self._limit_name = self._untried_names.pop()
+        return f"needs {self._limit_name}; continuing with it"
 
     async def send(self, request: Request, limit: int) -> str:
         turns = request.turns("assistant")
         if request.system:
             turns = [("system", request.system), *turns]
         messages = [{"role": role, "content": text} for role, text in turns]
-        body = {"model": self.settings.judge_model, "messages": messages, self._limit: limit}
+        body = {"model": self.settings.judge_model, "messages": messages, self._limit_name: limit}
         if request.schema:
             schema = {"name": "reply", "strict": True, "schema": closed(request.schema)}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -61,7 +61,10 @@ class OpenAIService(Service):
         return response.text
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
-        """Returns what the body says, as in the base. Counts that are missing or zero are replaced by estimates."""
+        """Returns what the body says, as `Service.read_answer` does.
+
+        Counts of tokens that are missing or zero are replaced by estimates.
+        """
         reply = Record(parse(body), Source("the reply"))
         usage = reply.record("usage")
         choices = reply.records("choices", [])

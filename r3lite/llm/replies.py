@@ -1,4 +1,4 @@
-"""Requests to a remote model and its replies, and the kinds of servers: how one is asked, what its answers mean.
+"""Requests to a remote model, its replies, and the interface of a `Service`: how one kind of server is asked.
 
 Knows no network. A reply that failed is a `Reply` with the kind of its failure, not an exception.
 """
@@ -16,8 +16,8 @@ from r3lite.core.records import InvalidRecord, Record, Source
 
 # The beginning of a fenced block with JSON, which models write where nothing holds them to a schema.
 FENCED = re.compile(r"```\w*\s*(?=[\[{])")
-THINKING_ROOM = 8192  # more output tokens for a model that thinks: thoughts count against the limit
-BYTES_PER_TOKEN = 3  # English has about 4; so estimates are rather too high
+THINKING_ROOM = 8192  # further output tokens for a model that thinks, since thoughts count against the limit
+BYTES_PER_TOKEN = 3  # English has about 4: estimates are too high rather than too low
 
 FAILURES = {
     "timeout": "no reply in time",
@@ -49,7 +49,7 @@ class Request:
     system: str | None = None
     earlier: tuple[str, ...] = ()
     schema: dict[str, Any] | None = None
-    read: Callable[[Any], Any] | None = None  # given exactly if there is a schema
+    read: Callable[[Any], Any] | None = None  # None exactly if there is no schema
     max_output_tokens: int = 2048
     nonce: str = ""
 
@@ -57,9 +57,9 @@ class Request:
         assert (self.schema is None) == (self.read is None), "a schema and its reader come together"
         assert len(self.earlier) % 2 == 0, "the prompt is the user's turn"
 
-    def turns(self, model: str) -> list[tuple[str, str]]:
-        """Returns the turns, the prompt last, each with its role: alternately `user` and `model`."""
-        roles = itertools.cycle(("user", model))
+    def turns(self, model_role: str) -> list[tuple[str, str]]:
+        """Returns the turns as (role, text), the prompt last. Roles alternate between "user" and `model_role`."""
+        roles = itertools.cycle(("user", model_role))
         return list(zip(roles, (*self.earlier, self.prompt)))
 
     @property
@@ -89,7 +89,7 @@ class Reply:
 class Answer:
     """The text of a server's reply without thoughts, the kind of its failure (see FAILURES), and its tokens.
 
-    Thoughts count as output. A blank text needs no failure here: the client makes it one.
+    Thoughts count as output. A blank text has no failure here: the client turns it into the failure "empty".
     """
 
     text: str
@@ -100,7 +100,7 @@ class Answer:
 
 
 def estimated_tokens(*texts: str) -> float:
-    """Returns about how many tokens some texts have, rather too many."""
+    """Returns an estimate, rather too high, of how many tokens the texts have together."""
     return sum(len(text.encode(errors="replace")) for text in texts) / BYTES_PER_TOKEN
 
 
@@ -113,7 +113,7 @@ def token_count(usage: Record, key: str) -> int | None:
 
 
 def parse(text: str, request: Request) -> Reply:
-    """Returns the reply that a text is to a request; JSON may come after thoughts or in a fenced block."""
+    """Returns the reply to a request that has this text. Its JSON may stand after thoughts or in a fenced block."""
     if request.read is None:
         return Reply(text=text)
     try:
@@ -139,7 +139,7 @@ def _json_of(text: str) -> str:
 
 
 def recalled(record: Record, request: Request) -> Reply:
-    """Returns the reply of a cache's record; raises InvalidRecord if it is not one to the request."""
+    """Returns the reply in a record of the cache; raises InvalidRecord if it is not of the form that is requested."""
     reply = parse(record.text("text"), request)
     if reply.failure:
         raise record.error(f"not of the requested form: {reply.detail}")
@@ -150,7 +150,7 @@ class Service(Protocol):
     """Asks one kind of server, and reads its answers."""
 
     secret: str  # the key; empty if there is none
-    key_remedy: str  # what to do if it is not accepted
+    key_remedy: str  # what to do if the key is not accepted
     room: int  # output tokens that a request is given beyond its own, for the model's thoughts
     # What a reply depends on beside the request and the settings that all services have: part of its name in the cache.
     # Nothing for Gemini, with which the cache began.
@@ -163,12 +163,16 @@ class Service(Protocol):
         """Returns what the body of a reply says; raises InvalidRecord if the body is not that of a reply."""
 
     def gives_way(self, reason: str) -> str | None:
-        """Changes how requests are made, after a refusal, and returns the change in words; None if no way is left."""
+        """Changes how requests are made, after a refusal with the message `reason`; returns the change in words.
+
+        Returns None if nothing can be changed.
+        """
         return None
 
 
 def read_complaint(body: str) -> tuple[str, str, tuple[str, ...]]:
-    """Returns what the body of an error says: the name of its status, its message, and the seconds to wait.
+    """Returns what the body of an error says: the name of its status, its message, and texts such as "11s" that name
+    the seconds to wait.
 
     The body is {"error": {"message", "code" or "status"}}; some servers send the inner object alone, or a text as
     "error". A body of another form is the message itself.

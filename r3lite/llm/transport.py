@@ -1,4 +1,4 @@
-"""Calls that are sure to end, after a time in all or at once if the run stops, and what may go wrong with them.
+"""Calls that end for sure: after a total time, or at once if the run stops. And the errors that end them.
 
 Limits on each read are not enough: a server may send a byte at a time. Knows no model, no key and no HTTP.
 """
@@ -18,7 +18,8 @@ def redacted(text: str, *keys: str) -> str:
     any text.
     """
     for key in keys:
-        if len(key) >= (20 if key.isalpha() else 8):
+        shortest_key = 20 if key.isalpha() else 8
+        if len(key) >= shortest_key:
             text = text.replace(key, "***")
     return text
 

@@ -1,4 +1,4 @@
-"""The settings that make a run fit into its budget: the fastest ones whose peak the planner puts within the budget."""
+"""Chooses the settings with which a run fits into its budget: the fastest ones whose predicted peak is within it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -14,11 +14,11 @@ from r3lite.models import logprobs
 from r3lite.models.causal_lm import ModelConfig
 from r3lite.settings import LoraSettings
 
-SLACK = 0.02  # of a budget, left free for what the formulas leave out
-PASS_TOKENS = (8192, 4096, 2048)
-ROLLOUTS = (128, 64, 32, 16, 8, 4, 2, 1)
-# Tokens of a chunk of logits and of a tile of the MLP, from the fastest to the smallest.
-SMALLER = (
+SLACK = 0.02  # share of a budget that stays free for what the planner's formulas leave out
+PASS_TOKENS = (8192, 4096, 2048)  # values of micro_batch_tokens
+ROLLOUTS = (128, 64, 32, 16, 8, 4, 2, 1)  # values of rollout_batch_size
+# Pairs of loss_chunk and mlp_tile, from the fastest to the smallest.
+CHUNKS_AND_TILES = (
     (128, 512),
     (64, 512),
     (64, 128),
@@ -27,49 +27,58 @@ SMALLER = (
 )
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # values of --max-length that a remedy may propose
 REMEDIES = 3  # the most remedies that an error lists
-# Settings with remedies of their own. The remedy that frees the other settings that the user gave keeps these.
+# Settings with remedies of their own. The remedy that takes back all other settings of the user keeps these.
 KEPT_BY_REMEDIES = ("nf4", "stream_layers")
 
 
 def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
-    """Yields settings from the fastest to the smallest.
+    """Yields settings from those of the fastest run to those with the smallest peak.
 
     Settings in `fixed` keep their values. Full fine-tuning overrides two of them: no NF4, and all layers recomputed.
     """
-
-    def options(name: str, values: Sequence) -> Sequence:
-        return [fixed[name]] if name in fixed else values
-
     layers = w.model.num_hidden_layers
-    longest = w.pass_tokens
-    # Streamed layers keep no activations: by the backward pass, which would use these, their weights have gone.
-    if w.trains and not fixed.get("stream_layers"):
-        recomputed_counts = range(layers + 1)
-    else:
-        recomputed_counts = range(layers, layers + 1)
     if w.full_tuning:
         fixed = fixed | {"nf4": False, "recompute_layers": layers}
-    passes = sorted({longest, *(max(longest, tokens) for tokens in PASS_TOKENS)}, reverse=True)
-    useful_rollouts = [rows for rows in ROLLOUTS if rows < 2 * max(w.episodes, 1)]
+
+    def options(name: str, values: Sequence) -> Sequence:
+        """Returns the values that a setting may have: the fixed one, or else `values`."""
+        return [fixed[name]] if name in fixed else values
+
+    recomputed_counts = [layers]
+    # Streamed layers are always recomputed: when the backward pass comes to a layer, another one is in its memory.
+    if w.trains and not fixed.get("stream_layers"):
+        recomputed_counts = list(range(layers + 1))
+    smallest_pass = w.pass_tokens
+    larger_passes = {max(smallest_pass, tokens) for tokens in PASS_TOKENS}
+    pass_sizes = sorted({smallest_pass} | larger_passes, reverse=True)
+    # Of the values that are enough for all episodes, only the smallest is tried.
+    useful_rollouts = [value for value in ROLLOUTS if value < 2 * max(w.episodes, 1)]
     rollouts = options("rollout_batch_size", useful_rollouts)
     for quantized in options("nf4", [False, True]):
         base = Memory(nf4=quantized, loss_chunk=logprobs.CHUNK, mlp_tile=1024, offload=False)
-        # Recomputing costs a third of a step, more than anything that follows; small passes cost little.
+        # Recomputing all layers costs a third of a step, more than any change after it. Small passes cost little: with
+        # only some layers recomputed, larger ones are not tried.
         for recomputed in options("recompute_layers", recomputed_counts):
-            varied = passes if recomputed in (0, layers) else passes[-1:]
-            for rows in rollouts:
-                for tokens in options("micro_batch_tokens", varied):
-                    yield _with(base, fixed, recompute_layers=recomputed, micro_batch_tokens=tokens, rows=rows)
-        base = replace(base, recompute_layers=layers, micro_batch_tokens=longest)
+            tried_passes = pass_sizes if recomputed in (0, layers) else [smallest_pass]
+            for episodes in rollouts:
+                for tokens in options("micro_batch_tokens", tried_passes):
+                    changes = {
+                        "recompute_layers": recomputed,
+                        "micro_batch_tokens": tokens,
+                        "rollout_batch_size": episodes,
+                    }
+                    yield replace(base, **(changes | fixed))
+        base = replace(base, recompute_layers=layers, micro_batch_tokens=smallest_pass)
         for offload in options("offload", [False, True] if w.on_cuda else [False]):
-            for chunk, tile in SMALLER:
-                for rows in rollouts:
-                    yield _with(base, fixed, offload=offload, loss_chunk=chunk, mlp_tile=tile, rows=rows)
-
-
-def _with(base: Memory, fixed: dict[str, Any], rows: int, **changes: Any) -> Memory:
-    """Returns `base` with `rows` episodes at a time and the other changes, but with the values of `fixed`."""
-    return replace(base, **(changes | {"rollout_batch_size": rows} | fixed))
+            for chunk, tile in CHUNKS_AND_TILES:
+                for episodes in rollouts:
+                    changes = {
+                        "offload": offload,
+                        "loss_chunk": chunk,
+                        "mlp_tile": tile,
+                        "rollout_batch_size": episodes,
+                    }
+                    yield replace(base, **(changes | fixed))
 
 
 def choose(
@@ -80,8 +89,8 @@ def choose(
 ) -> Memory:
     """Returns the fastest settings whose peak is within the budget (bytes).
 
-    `fixed` holds the settings that the user gave. If none fits, raises R3LiteError with the changes that would help; a
-    smaller one of `models`, which are in falling order of size, may be one of them.
+    `fixed` has the settings that the user gave. If no settings fit, raises R3LiteError with changes that would help.
+    One of these may be a smaller model: the first that fits of `models`, which begin with the largest.
     """
     smallest_peak = None
     for memory in candidates(w, fixed):
@@ -97,7 +106,10 @@ def choose(
 
 
 def _larger_budget(smallest_peak: int) -> str:
-    return f"--vram-budget {-(-int(smallest_peak / (1 - SLACK)) // MIB)}MiB"
+    """Returns the flag of the smallest budget that has room for a peak."""
+    needed = int(smallest_peak / (1 - SLACK))
+    mib = -(-needed // MIB)  # rounded up
+    return f"--vram-budget {mib}MiB"
 
 
 def _fits(w: Workload, fixed: dict[str, Any], budget: int) -> bool:
@@ -115,7 +127,7 @@ def _remedies(
     budget: int,
     models: Sequence[tuple[str, ModelConfig]],
 ) -> list[str]:
-    """Returns changes that help, each on its own."""
+    """Returns changes each of which is enough to make the run fit, in words or as flags."""
     helpful = []
     with_lora = replace(w, full_tuning=False, lora_r=LoraSettings.lora_r, targets=LoraSettings.lora_targets)
     if w.full_tuning and _fits(with_lora, fixed, budget):
@@ -125,12 +137,13 @@ def _remedies(
     layers = w.model.num_hidden_layers
     keeps_activations = fixed.get("recompute_layers", layers) < layers
     may_stream = not (w.full_tuning or fixed.get("stream_layers") or keeps_activations)
-    if may_stream and _fits(w, {"nf4": True} | fixed | {"stream_layers": True}, budget):
+    streaming = {"nf4": True} | fixed | {"stream_layers": True}  # NF4 unless the user gave another value
+    if may_stream and _fits(w, streaming, budget):
         helpful.append("--stream-layers")
     loosened = [name for name in fixed if name not in KEPT_BY_REMEDIES]
     if loosened and _fits(w, _without(fixed, loosened), budget):
-        free_values = {"offload": "auto"}  # what leaves a setting to the plan
-        helpful.append(" ".join(f"{flag(name)} {free_values.get(name, 'none')}" for name in loosened))
+        planned = {"offload": "auto"}  # the value by which the plan chooses a setting; for other settings `none`
+        helpful.append(" ".join(f"{flag(name)} {planned.get(name, 'none')}" for name in loosened))
     for tokens in LENGTHS:
         if tokens < w.row_tokens and _fits(_shorter(w, tokens), fixed, budget):
             helpful.append(f"--max-length {tokens}")
@@ -144,7 +157,8 @@ def _remedies(
 
 
 def _shorter(w: Workload, tokens: int) -> Workload:
+    """Returns the same work with rows of `tokens` tokens."""
     shared = min(w.shared, tokens)
-    if w.contexts:  # with --learn answer the rows share all but their last turn
+    if w.contexts:  # with --learn answer, the rows share all but their last turn, which is sampled
         shared = max(0, tokens - int(w.writes))
     return replace(w, row_tokens=tokens, reads=min(w.reads, tokens), shared=shared)

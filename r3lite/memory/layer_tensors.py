@@ -1,4 +1,4 @@
-"""The tensors of a model's layers, read off a layer of each kind that is made without memory."""
+"""The tensors of a model's layers. They are listed from one layer of each kind, made without memory (on `meta`)."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,9 +16,10 @@ from r3lite.models.stacks import stacks
 
 
 def layer_taps(m: ModelConfig) -> list[int]:
-    """Returns the taps of the convolution of each layer; 0 if it attends.
+    """Returns, for each layer, the taps of its convolution; 0 if it has attention.
 
-    Two layers of a model with the same taps have tensors of the same shapes. Windows and rotations may differ.
+    In the planner the taps stand for the kind of a layer: two layers of a model with the same taps have tensors of the
+    same shapes. (Their windows and rotations may differ.)
     """
     if not m.layer_kinds:
         return [0] * m.num_hidden_layers
@@ -27,7 +28,7 @@ def layer_taps(m: ModelConfig) -> list[int]:
 
 @cache
 def layers_by_taps(m: ModelConfig) -> Mapping[int, int]:
-    """Returns how many layers have a convolution of so many taps; 0: how many attend."""
+    """Returns how many layers there are by their taps; under 0 those with attention."""
     return MappingProxyType(Counter(layer_taps(m)))
 
 
@@ -43,17 +44,18 @@ class LayerTensors:
 
     linears: dict[str, tuple[int, int]]  # (out, in) of the projections: seven, or fewer if some are one matrix
     stacks: list[list[str]]  # names of the projections that lie one after another in memory, see models/stacks.py
-    biases: tuple[int, ...]  # the size of each projection's bias
+    biases: tuple[int, ...]  # the size of each bias of a projection
     norms: int  # how many norms over a hidden state the layer has
     others: tuple[int, ...]  # the size of each other tensor: convolutions, norms of heads, decays of a delta rule
-    sizes: tuple[int, ...]  # the size of each tensor, all of the above
+    sizes: tuple[int, ...]  # the sizes of all tensors: projections, biases, norms and others
 
 
 @cache
 def layer_tensors(m: ModelConfig, taps: int) -> LayerTensors:
-    """Returns the tensors of the layers whose convolution has so many taps."""
+    """Returns the tensors of the layers whose convolution has `taps` taps; 0: of those with attention."""
+    layer_class = m.layer or Layer
     with torch.device("meta"):
-        layer = (m.layer or Layer)(m, layer_taps(m).index(taps))
+        layer = layer_class(m, layer_taps(m).index(taps))  # the first layer of this kind
     norms = [child for child in layer.children() if isinstance(child, m.norm)]
     linears = {}
     biases = []
@@ -81,15 +83,18 @@ def projection_names(m: ModelConfig) -> set[str]:
 
 
 def tensor_sizes(m: ModelConfig) -> tuple[list[int], list[int]]:
-    """Returns how many numbers each tensor has: first the tensors of all layers, then the others."""
+    """Returns two lists with the size of each tensor: those of all layers, and those of the other tensors."""
     layers: list[int] = []
     for taps, count in layers_by_taps(m).items():
         layers += layer_tensors(m, taps).sizes * count
-    tables = [m.vocab_size * m.hidden_size] * (1 if m.tie_word_embeddings else 2)
-    return layers, [m.hidden_size, *tables]
+    table = m.vocab_size * m.hidden_size
+    outside_layers = [m.hidden_size, table]  # the final norm, and the embedding
+    if not m.tie_word_embeddings:
+        outside_layers.append(table)  # the head
+    return layers, outside_layers
 
 
 @cache
 def adapted(m: ModelConfig, targets: tuple[str, ...], taps: int) -> tuple[str, ...]:
-    """Returns those projections of a layer that an adapter with these targets adapts."""
+    """Returns the names of those projections of a layer that an adapter with these targets adapts."""
     return of_model(targets, layer_tensors(m, taps).linears)

@@ -1,4 +1,4 @@
-"""A plan: the budget that a run has, what was chosen for it, what the run will hold and how long it takes, by phase."""
+"""A plan: a run's budget, the settings chosen for it, and the memory and time that each phase of the run takes."""
 
 import functools
 import sys
@@ -14,6 +14,7 @@ from r3lite.devices.speed import speeds_of
 from r3lite.memory import choice, duration, planner
 from r3lite.memory.duration import Duration, in_words
 from r3lite.memory.known_models import QWEN25
+from r3lite.memory.parameters import host_bytes
 from r3lite.memory.work import Workload
 from r3lite.memory.workloads import on_card
 from r3lite.models.linear import linear
@@ -25,8 +26,8 @@ HALF_AN_HOUR = 1800  # seconds
 A_DAY = 86400
 UNKNOWN = "unknown, because the speed of the device is not known"
 WIDTH = 16  # characters of the table's first column
-COLUMN = 10  # and of each other column
-MARGIN = 256 << 20  # bytes of a card's free memory that are left to the desktop, whose use of it varies
+COLUMN = 10  # characters of each other column of the table
+MARGIN = 256 << 20  # bytes of a card's free memory that are left to the desktop, which may come to use more
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Plan:
     workload: Workload
     memory: Memory
     budget: int  # bytes
-    fixed: dict  # the figures of `memory` that the user gave
+    fixed: dict  # the figures of `memory` that the user gave, by name
 
     @functools.cached_property
     def duration(self) -> Duration | None:
@@ -48,7 +49,7 @@ class Plan:
 
     @property
     def peak(self) -> int:
-        """The most bytes that the run holds at once."""
+        """The most bytes that the run holds at once on its device; on CUDA those beside tensors are included."""
         return planner.peak(self.workload, self.memory)
 
     @property
@@ -56,11 +57,11 @@ class Plan:
         """Bytes of the host's memory for layers that are streamed; 0 if they are not."""
         if not self.memory.stream_layers:
             return 0
-        return planner.host_bytes(self.workload, self.memory)
+        return host_bytes(self.workload, self.memory)
 
     @property
     def allocated(self) -> int:
-        """The most bytes of tensors that the run holds at once."""
+        """The most bytes of tensors that the run holds at once on its device."""
         return planner.allocated(self.workload, self.memory)
 
     def table(self) -> str:
@@ -78,8 +79,8 @@ class Plan:
             model = self.workload.model
             embedding = "" if model.tie_word_embeddings else " and the embedding"
             lines.append(f"host memory {self.host / MIB:,.0f} MiB: {model.num_hidden_layers} layers{embedding}")
-        highest = max(totals, key=totals.__getitem__)
-        lines.append(f"peak {self.peak / MIB:,.0f} MiB ({highest}) of a budget of {self.budget / MIB:,.0f} MiB")
+        highest_phase = max(totals, key=totals.__getitem__)
+        lines.append(f"peak {self.peak / MIB:,.0f} MiB ({highest_phase}) of a budget of {self.budget / MIB:,.0f} MiB")
         figures = (f"{name} {value}" for name, value in asdict(self.memory).items())
         lines.append("chosen: " + ", ".join(figures))
         lines.append(self.time_line())
@@ -96,7 +97,7 @@ class Plan:
             "fits": self.peak <= self.budget,
             "phases": phases,
             "chosen": asdict(self.memory),
-            "seconds": self.duration and self.duration.report(),
+            "seconds": self.duration.report() if self.duration else None,
         }
         if self.memory.stream_layers:
             record["host_mib"] = _mib(self.host)
@@ -147,7 +148,7 @@ def _mib(size: int) -> float:
 
 
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
-    """Returns the fastest settings that fit into the budget; raises R3LiteError with what would help if none do."""
+    """Returns a plan with the fastest settings that fit into the budget; if none fit, raises R3LiteError."""
     fixed = _fixed(settings, sampling)
     if workload.packed:
         fixed["nf4"] = True
@@ -165,11 +166,11 @@ def plan_for_card(
 
     By default the budget is that of a run: 4 GiB, or the card's memory less a margin if that is less.
     """
-    elsewhere = on_card(workload, name, dtype)
+    work_on_card = on_card(workload, name, dtype)
     if not settings.vram_budget:
-        size = min(DEFAULT_BUDGET, elsewhere.speeds.memory - MARGIN)
+        size = min(DEFAULT_BUDGET, work_on_card.speeds.memory - MARGIN)
         settings = replace(settings, vram_budget=f"{size / MIB}MiB")
-    return make_plan(elsewhere, settings, sampling)
+    return make_plan(work_on_card, settings, sampling)
 
 
 def _fixed(settings: MemorySettings, sampling: SamplingSettings | None) -> dict:
@@ -180,19 +181,19 @@ def _fixed(settings: MemorySettings, sampling: SamplingSettings | None) -> dict:
     values["nf4"] = {"auto": None, "none": False, "nf4": True}[settings.quantize]
     if settings.stream_layers:
         values["stream_layers"] = True
-        values["nf4"] = settings.quantize != "none"
+        values["nf4"] = settings.quantize != "none"  # streamed layers are in NF4 by default
     values["offload"] = {"auto": None, "off": False, "on": True}[settings.offload]
     return {name: value for name, value in values.items() if value is not None}
 
 
 def _check_streaming(w: Workload, fixed: dict) -> None:
-    """Refuses layers that keep activations, and a machine whose memory does not hold the layers."""
+    """Raises R3LiteError if layers are to keep activations, or if this machine's memory is too small for the layers."""
     layers = w.model.num_hidden_layers
     if w.trains and fixed.get("recompute_layers", layers) < layers:
         cause = f"--recompute-layers is {fixed['recompute_layers']}, but --stream-layers recomputes all {layers}"
         raise R3LiteError(cause, "Pass --recompute-layers none.", code="recompute-with-streaming")
-    available = host_memory() if w.device else None
-    needed = planner.host_bytes(w, Memory(**fixed))
+    available = host_memory() if w.device else None  # without a device the plan is for another machine
+    needed = host_bytes(w, Memory(**fixed))
     if available and needed > available:
         cause = f"--stream-layers needs {needed / MIB:,.0f} MiB of host memory, "
         cause += f"but there are {available / MIB:,.0f} MiB"
@@ -205,31 +206,36 @@ def _budget(settings: MemorySettings, workload: Workload) -> int:
         return budget_bytes(settings.vram_budget)
     if workload.on_cuda and torch.cuda.is_available():
         free, _ = torch.cuda.mem_get_info()
-        # The context of this process is no longer free, but it counts in the budget.
+        # The CUDA context of this process is no longer free memory, but the budget includes it.
         return min(DEFAULT_BUDGET, free + workload.beside.context - MARGIN)
     return DEFAULT_BUDGET
 
 
 def enforce(plan: Plan, device: torch.device) -> None:
-    """On CUDA, the process gets no more than its budget, so that "fits" can be shown on a larger card."""
+    """On CUDA, makes PyTorch refuse this process more memory than the budget.
+
+    So a run on a larger card shows whether it would fit on a card with this much memory.
+    """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         share = (plan.budget - plan.workload.beside.context) / total
-        # Without `device` as an argument: the function refuses a device without a number.
+        # `device` is not passed: the function refuses a device without a number.
         torch.cuda.set_per_process_memory_fraction(min(1.0, share))
 
 
 def announce(plan: Plan) -> None:
     """Prints the plan in one or two lines, and a warning if a step takes more than a day.
 
-    A bound on the time is left out where it says little: a server's answers are not sampled all at once, an evaluation
-    shows soon how long it takes, and so does a run whose steps are short.
+    The time is left out if it is only an upper bound and says little: for a server, which does not sample all its
+    answers at once, and for evaluations and runs with short steps, which soon show how long they take.
     """
     print(plan.line(), file=sys.stderr)
-    duration = plan.duration
-    is_loose = duration is not None and duration.is_upper_bound
-    if not (is_loose and (duration.seconds < HALF_AN_HOUR or not plan.workload.trains)):
+    predicted = plan.duration
+    says_little = False
+    if predicted and predicted.is_upper_bound:
+        says_little = predicted.seconds < HALF_AN_HOUR or not plan.workload.trains
+    if not says_little:
         print(plan.time_line(), file=sys.stderr)
-    if plan.duration and plan.duration.seconds > A_DAY:
-        message = f"{plan.duration.unit} is predicted to take about {in_words(plan.duration.seconds)}"
-        print(f"warning: {message}. {plan.duration.remedy}", file=sys.stderr)
+    if predicted and predicted.seconds > A_DAY:
+        message = f"{predicted.unit} is predicted to take about {in_words(predicted.seconds)}"
+        print(f"warning: {message}. {predicted.remedy}", file=sys.stderr)

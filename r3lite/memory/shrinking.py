@@ -1,4 +1,4 @@
-"""What happens when a device runs out of memory in spite of the plan: the same work again, in smaller pieces."""
+"""If a device runs out of memory in spite of the plan, repeats the work in smaller pieces."""
 
 import contextlib
 import sys
@@ -20,14 +20,15 @@ SMALLEST_TILE = 32  # tokens of a tile of the MLP
 
 
 class OutOfMemory(R3LiteError):
-    """Nothing is left that could be made smaller."""
+    """The device ran out of memory, and no figure can be made smaller."""
 
 
 class ShrinkingGrant(Grant):
-    """A grant whose figures change to need less memory when the device runs out of it. They are part of checkpoints.
+    """A grant that changes its figures to need less memory when the device runs out of it.
 
-    Figures that the user gave (`plan.fixed`) stay. `optimizer` has the parameters to whose gradients the work adds. If
-    one of several `ranks` runs out of memory, all repeat the work with the same figures.
+    Figures that the user gave (`plan.fixed`) never change. The figures are part of checkpoints. `optimizer` has the
+    parameters to whose gradients the work adds. If one of several `ranks` runs out of memory, all ranks repeat the work
+    with the same figures.
     """
 
     def __init__(self, plan: Plan, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE):
@@ -39,14 +40,14 @@ class ShrinkingGrant(Grant):
     def run_within_memory(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
         """Returns the result of `work(*args)`; if memory runs out, the work is repeated with smaller figures.
 
-        Gradients of a failed attempt are dropped, and dropout is rewound. Raises OutOfMemory if nothing can be made
-        smaller. Every rank calls this, with work in which no rank waits for another. If one rank raises NotFinite, all
-        ranks raise it.
+        Before that, the gradients are dropped and the random state is restored. Raises OutOfMemory if no figure can be
+        made smaller. Every rank must call this, with work in which no rank waits for another. If one rank raises
+        NotFinite, all ranks raise it.
         """
         start = random_state()
         while True:
             result = None
-            reason = ""
+            reason = ""  # why memory ran out in this rank
             failure = None
             try:
                 result = work(*args)
@@ -63,8 +64,8 @@ class ShrinkingGrant(Grant):
                 if failure_of_rank:
                     raise failure_of_rank
             reason = next(reason_of_rank for reason_of_rank, _ in outcomes if reason_of_rank)
-            result = None  # this rank's may not have failed
-            # Memory is freed outside the except block, whose traceback holds the tensors of the work that failed.
+            result = None  # frees the memory of a rank that has not failed
+            # This is not done in the except block, where the traceback would still hold the tensors of the failed work.
             self.optimizer.zero_grad(set_to_none=True)
             set_random_state(start)
             if torch.cuda.is_available():
@@ -73,16 +74,17 @@ class ShrinkingGrant(Grant):
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Drops the gradients of updates that are tried in the `with` block; only changed figures stay.
+        """Tries updates in a `with` block and undoes them: drops gradients, restores the random state.
 
-        If the optimizer has made no moments yet, as much memory as they will take is held during the block.
+        Only figures that were changed because memory ran out stay changed. If the optimizer has made no moments yet, as
+        much memory as they will take is occupied during the block.
         """
         start = random_state()
         parameter = self.optimizer.param_groups[0]["params"][0]
-        missing = 0
+        missing_bytes = 0
         if not self.optimizer.state:
-            missing = standing(self.plan.workload, self.memory)["optimizer"]
-        moments = torch.empty(missing, dtype=torch.uint8, device=parameter.device)
+            missing_bytes = standing(self.plan.workload, self.memory)["optimizer"]
+        moments = torch.empty(missing_bytes, dtype=torch.uint8, device=parameter.device)
         yield
         del moments
         self.optimizer.zero_grad(set_to_none=True)
@@ -93,7 +95,7 @@ class ShrinkingGrant(Grant):
         return asdict(self.memory)
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes over the figures of a checkpoint, so that work is divided as it was, if they fit into today's budget.
+        """Takes over the figures of a checkpoint if they fit into this run's budget, so that work is divided as it was.
 
         Raises R3LiteError if the checkpoint's base was in NF4 and this one is not, or the other way round.
         """
@@ -110,7 +112,8 @@ class ShrinkingGrant(Grant):
             quantize = "nf4" if saved.nf4 else "none"
             cause = "the checkpoint is of a run with another --quantize"
             raise R3LiteError(cause, f"Resume with --quantize {quantize}.", code="quantize-differs")
-        # Streaming is this run's own choice: it changes no result, but needs all layers recomputed.
+        # Whether layers are streamed is decided by this run's flags: it changes no result. But streaming needs all
+        # layers recomputed.
         saved = replace(saved, stream_layers=self.memory.stream_layers)
         keeps_activations = saved.recompute_layers < self.plan.workload.model.num_hidden_layers
         fits = peak(self.plan.workload, saved) <= self.plan.budget
@@ -118,7 +121,7 @@ class ShrinkingGrant(Grant):
             self.memory = saved
 
     def _shrink(self, phase: Phase, reason: str) -> None:
-        """Changes one figure so that less memory is needed, and says so."""
+        """Changes one figure so that less memory is needed, with a warning; raises OutOfMemory if none is left."""
         smaller = self._smaller(phase)
         if smaller is None:
             cause = f"the device ran out of memory, and no size can be reduced further ({reason})"
@@ -138,7 +141,7 @@ class ShrinkingGrant(Grant):
         """Returns figures that need less memory, the cheapest change first; None if there are none."""
         m = self.memory
         w = self.plan.workload
-        changes: list[tuple[str, object]] = []
+        changes: list[tuple[str, object]] = []  # a figure and its new value, the cheapest change first
         episodes_at_once = min(m.rollout_batch_size, w.episodes)
         if phase == "sample" and episodes_at_once > 1:
             changes.append(("rollout_batch_size", episodes_at_once // 2))

@@ -1,4 +1,4 @@
-"""From a command's settings to its workload: what the run computes, in the sizes that the planner takes."""
+"""Makes the workload of a command from its settings: what the run computes, in the sizes that the planner takes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from r3lite.core.errors import R3LiteError, nearest
 from r3lite.core.grant import Memory
 from r3lite.devices.cards import CARDS, card, similar_names
 from r3lite.devices.precision import DTYPES, dtype_name, resolve_dtype
-from r3lite.memory.cuda_parts import of_card, of_this_card
+from r3lite.memory.cuda_parts import beside_of_card, beside_of_this_card
 from r3lite.memory.known_models import KNOWN
 from r3lite.memory.layer_tensors import layer_taps, layer_tensors
 from r3lite.memory.work import JudgeWork, TeacherWork, Workload
@@ -32,17 +32,17 @@ from r3lite.settings import (
     SftConfig,
 )
 
-PROMPT = 512  # tokens of instructions and question; documents may be more
+PROMPT = 512  # tokens of instructions and question, assumed if they are not known
 MARKUP = 16  # tokens around a document
 JUDGE_PREFILL = 1024  # tokens of requests that --judge local reads at once
 
 
 def shape_of(model: str) -> tuple[ModelConfig, int, Packed | None]:
-    """Returns a model's sizes, the ids of its tokenizer, and how its weights are packed.
+    """Returns a model's config, the number of its tokenizer's ids, and how its weights are packed (None: not in NF4).
 
-    For a model of KNOWN nothing is read or downloaded.
+    For a model of KNOWN nothing is read or downloaded. `model` is a folder or a name of the hub, which ignores case.
     """
-    published = {name.lower(): sizes for name, sizes in KNOWN.items()}  # the hub ignores case
+    published = {name.lower(): known for name, known in KNOWN.items()}
     if model.lower() in published and not Path(model).is_dir():
         config, vocabulary = published[model.lower()]
         return config, vocabulary, None
@@ -63,19 +63,19 @@ def _packed(folder: Path) -> Packed | None:
     all_weights = 0
     packed = 0
     for layer, taps in enumerate(layer_taps(config)):
-        names = {path.rpartition(".")[2] for path in paths if path.startswith(f"model.layers.{layer}.")}
-        for name, (out, into) in layer_tensors(config, taps).linears.items():
-            all_weights += out * into
-            if name in names:
-                packed += out * into
+        packed_names = {path.rpartition(".")[2] for path in paths if path.startswith(f"model.layers.{layer}.")}
+        for name, (out_features, in_features) in layer_tensors(config, taps).linears.items():
+            weights = out_features * in_features
+            all_weights += weights
+            if name in packed_names:
+                packed += weights
     return Packed(dense_weights=all_weights - packed, fp32_blocks=packed // nf4.BLOCK)
 
 
 def sft_workload(config: SftConfig, longest: int | None = None, **of_rows: float | None) -> Workload:
     """Returns SFT over rows of at most `longest` tokens, by default --max-length.
 
-    `of_rows` are fields of Workload that are known once the rows are read, such as how many tokens they have in the
-    mean.
+    `of_rows` are fields of Workload that are known once the rows are read, such as `mean_tokens`.
     """
     longest = min(config.sft.max_length, longest or config.sft.max_length)
     full = config.lora.no_lora
@@ -106,10 +106,10 @@ def rl_workload(
     off_policy: int = 0,
     replays: bool = False,
 ) -> Workload:
-    """Returns a round whose episodes all reach --max-length and begin with `shared` equal tokens.
+    """Returns a round whose episodes all reach --max-length and share their first `shared` tokens.
 
-    At most `off_policy` episodes join those that are sampled. With `replays`, those of them that are replayed are found
-    by a pass over the episodes that the buffer holds of their questions.
+    At most `off_policy` episodes join the sampled ones. With `replays`, some of the former are chosen from the replay
+    buffer, by a pass over the episodes that it has of their questions.
     """
     if config.lora.no_lora:
         raise UsageError("--no-lora works with sft only", code="no-lora-sft-only")
@@ -123,7 +123,7 @@ def rl_workload(
     if rl.learn == "answer":
         full_episodes = _sampling(lengths, config.retrieval, rl.batch_size, shared)
         contexts = Workload(**_base(model), **adapter, **full_episodes, shared=shared, trains=False)
-        # An end is one sampled turn. What comes before the turn is given, and is the same for all ends of a context.
+        # Only the last turn is sampled. The tokens before it are given, and all episodes of a context share them.
         writes = min(lengths.max_new_tokens, lengths.max_length - 1)
         shared = lengths.max_length - writes
         sampling["writes"] = writes
@@ -134,7 +134,13 @@ def rl_workload(
     expanded = min(rl.expand_limit, episodes)
     learned = episodes + expanded + off_policy
     rows_per_pass = min(rl.micro_batch_size or learned, learned)
-    step_rows = min(rl.mini_batch_size, episodes + expanded) + off_policy  # one mini-batch may have all off-policy ones
+    # One mini-batch may have all off-policy episodes.
+    step_rows = min(rl.mini_batch_size, episodes + expanded) + off_policy
+    scores = float(rl.has_reference)
+    if rl.old_logprobs == "trainer":
+        scores += 1
+    if replays:
+        scores += rl.replay_share
     return Workload(
         **_base(model),
         **adapter,
@@ -145,8 +151,8 @@ def rl_workload(
         off_policy=off_policy,
         shared=min(shared, lengths.max_length),
         draft_tokens=config.sampling.draft_tokens,
-        scores=rl.has_reference + (rl.old_logprobs == "trainer") + replays * rl.replay_share,
-        adapters=2 if rl.has_reference and model.adapter else 1,  # without --adapter, the bare base is the reference
+        scores=scores,
+        adapters=2 if rl.has_reference and model.adapter else 1,  # without --adapter, the reference is the bare base
         keeps_step=rl.kl_budget is not None,
         critic=critic,
         guided=bool(rl.teacher or rl.teacher_logprobs),
@@ -163,6 +169,7 @@ def rl_workload(
 
 
 def _teacher(rl: RLSettings) -> TeacherWork:
+    """Returns what --teacher computes."""
     config, vocabulary, packed = shape_of(rl.teacher)
     adapter = {}
     if rl.teacher_adapter:
@@ -178,7 +185,7 @@ def _teacher(rl: RLSettings) -> TeacherWork:
 
 
 def judge_work(judge: JudgeSettings, model: ModelSettings) -> JudgeWork | None:
-    """Returns what --judge local computes, in figures of its own, whatever the run is granted; None without it."""
+    """Returns what --judge local computes, with memory figures of its own; None with another --judge."""
     if judge.judge != "local":
         return None
     config, vocabulary, packed = shape_of(judge.local_model or model.model)
@@ -197,7 +204,7 @@ def judge_work(judge: JudgeSettings, model: ModelSettings) -> JudgeWork | None:
 
 
 def read_workload(model: ModelSettings, longest: int, rows: int) -> Workload:
-    """Returns reading `rows` rows of at most `longest` tokens each without gradients, as a teacher does."""
+    """Returns the work of reading `rows` rows of at most `longest` tokens each without gradients, as a teacher does."""
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
     return Workload(
         **_base(model),
@@ -220,8 +227,10 @@ def evaluate_workload(
     truncates: bool = False,
     judge: JudgeSettings | None = None,
 ) -> Workload:
-    """Returns answering `questions` questions, with drafts of at most `draft_tokens`, and judging the answers if there
-    is a judge. `truncates`: tokens are sampled with top-k or top-p."""
+    """Returns the work of answering `questions` questions, and of judging the answers if there is a judge.
+
+    `draft_tokens`: the most tokens of a draft. `truncates`: tokens are sampled with top-k or top-p.
+    """
     adapter = _adapter(model, LoraSettings()) if model.adapter else {}
     return Workload(
         **_base(model),
@@ -235,7 +244,7 @@ def evaluate_workload(
 
 
 def on_card(workload: Workload, name: str, dtype: str) -> Workload:
-    """Returns the same work on a card of the table, in the dtype of --dtype."""
+    """Returns the same work on a card of devices/cards.py, in the dtype of --dtype."""
     speeds = card(name)
     if speeds is None:
         choices = ", ".join(known_card.name for known_card in CARDS)
@@ -251,14 +260,14 @@ def on_card(workload: Workload, name: str, dtype: str) -> Workload:
         element=DTYPES[dtype].itemsize,
         dtype=dtype,
         on_cuda=True,
-        beside=of_card(speeds.name),
+        beside=beside_of_card(speeds.name),
         device=None,
         speeds=speeds,
     )
 
 
 def _base(model: ModelSettings) -> dict:
-    """Returns the fields of a workload that its model and its device decide."""
+    """Returns the fields of a workload that its model and its device decide, by name."""
     config, vocabulary, packed = shape_of(model.model)
     available = {
         "cuda": torch.cuda.is_available(),
@@ -271,7 +280,7 @@ def _base(model: ModelSettings) -> dict:
     if available[kind] or model.dtype != "auto":
         dtype = resolve_dtype(model.dtype, torch.device(kind))
     else:
-        # A device that is not in this machine can be planned for: it is taken to compute in 16 bits, fp16 or bf16.
+        # The plan is for a device that is not in this machine. It will compute in fp16 or bf16, which are as large.
         dtype = torch.float16
     return {
         "model": config,
@@ -279,14 +288,14 @@ def _base(model: ModelSettings) -> dict:
         "packed": packed,
         "element": dtype.itemsize,
         "on_cuda": kind == "cuda",
-        "beside": of_this_card(),
+        "beside": beside_of_this_card(),
         "dtype": dtype_name(dtype),
         "device": kind if available[kind] else None,
     }
 
 
 def _adapter(model: ModelSettings, lora: LoraSettings) -> dict:
-    """Returns rank and projections of the adapter to start from, or of a fresh one if it does not exist yet."""
+    """Returns the fields `lora_r` and `targets`: of the adapter to start from, or of a new one if there is none."""
     config = read_adapter_config(model.adapter) if model.adapter else None
     if config:
         return {"lora_r": config.r, "targets": config.targets}
@@ -294,18 +303,20 @@ def _adapter(model: ModelSettings, lora: LoraSettings) -> dict:
 
 
 def _sampling(lengths: LengthSettings, retrieval: RetrievalSettings, episodes: int, shared: int = 0) -> dict:
-    """Returns the fields of a workload that sampling decides; episodes begin with `shared` tokens if that is known."""
+    """Returns the fields of a workload that sampling decides; `shared`: the tokens of the prompt, 0 if not known."""
     retrieves = retrieval.retriever != "none"
-    of_documents = retrieval.top_k * (lengths.max_document_tokens + MARKUP) if retrieves else 0
-    before_turn = lengths.max_length - lengths.max_new_tokens
-    # All turns are taken to be as long as they may be: documents get the tokens that remain.
-    of_turns = lengths.most_turns * lengths.max_new_tokens
+    document_tokens = 0  # of one retrieval
+    if retrieves:
+        document_tokens = retrieval.top_k * (lengths.max_document_tokens + MARKUP)
+    before_turn = lengths.max_length - lengths.max_new_tokens  # the most tokens before a turn of maximum length
+    # All turns are taken to have the maximum length; documents get the tokens that remain.
+    turn_tokens = lengths.most_turns * lengths.max_new_tokens  # of all turns
     prompt = shared or max(1, min(PROMPT, before_turn))
     return {
         "episodes": episodes,
         "row_tokens": lengths.max_length,
-        "reads": max(1, min(before_turn, max(PROMPT, of_documents))),
+        "reads": max(1, min(before_turn, max(PROMPT, document_tokens))),
         "retrieves": retrieves,
-        "mean_tokens": min(lengths.max_length, prompt + of_turns + lengths.max_hops * of_documents),
-        "writes": max(1, min(of_turns, lengths.max_length - prompt)),
+        "mean_tokens": min(lengths.max_length, prompt + turn_tokens + lengths.max_hops * document_tokens),
+        "writes": max(1, min(turn_tokens, lengths.max_length - prompt)),
     }

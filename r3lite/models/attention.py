@@ -1,9 +1,11 @@
-"""What a token sees of those before it: the interface that the network asks, masks, and its simplest implementation.
+"""What a token sees of those before it: the interface `AttentionContext`, its simplest implementation, and masks.
 
-The others are `packing.Pack` (rows laid end to end), and `kv_cache.Prefill` and `kv_cache.Decode` (rows of a cache).
+Other implementations are `packing.Pack` (rows laid end to end), and `kv_cache.Prefill`, `kv_cache.Decode` and
+`verification.Verification` (rows of a cache).
 A context belongs to one pass of the model. Shape legend: models/causal_lm.py.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -15,7 +17,7 @@ from r3lite.models.functions import causal_convolution
 from r3lite.models.gated_delta import ChunkPlan, DeltaHeads, DeltaInputs, delta_chunks
 
 # The memory-efficient kernel, the only fused one on Turing cards, reads masks whose rows begin at multiples of this
-# many numbers. Of any other mask PyTorch makes a copy in every layer, and keeps it for the backward pass
+# many numbers. PyTorch copies any other mask in every layer, and keeps the copies for the backward pass
 # (`preprocess_mask` in aten/src/ATen/native/transformers/attention.cpp).
 ALIGNMENT = 8
 
@@ -23,7 +25,7 @@ ALIGNMENT = 8
 class AttentionContext(Protocol):
     """Where the tokens of a pass are in their rows, and which keys and values each of them attends to."""
 
-    positions: Tensor  # [B, T], or [1, T] if all rows have the same
+    positions: Tensor  # of the tokens in their rows: [B, T], or [1, T] if all rows have the same positions
 
     def attend(
         self,
@@ -35,8 +37,8 @@ class AttentionContext(Protocol):
     ) -> Tensor:
         """Returns the attention's output [B, T, H D] of a layer, for the pass's queries [B, H, T, D].
 
-        `kv` [B, 2 K, T, D] has the pass's keys, then its values. Queries and keys are rotated already. `window` is
-        explained at masked_keys; scores are multiplied by `scale`, by default 1 / sqrt(D).
+        `kv` [B, 2 K, T, D] has the pass's keys, then its values. Queries and keys are already rotated. For `window` see
+        masked_keys. Scores are multiplied by `scale`, by default 1 / sqrt(D).
         """
 
     def convolve(
@@ -47,8 +49,8 @@ class AttentionContext(Protocol):
     ) -> Tensor:
         """Returns the causal convolution [B, T, C] of a layer, for the pass's values x [B, T, C].
 
-        A token sees itself and the taps - 1 tokens before it in its row; before the first there are zeros. The weight
-        is [C, taps]. See functions.causal_convolution.
+        A token sees itself and the taps - 1 tokens before it in its row; before a row's first token there are zeros.
+        The weight is [C, taps]. See functions.causal_convolution.
         """
 
     def apply_delta_rule(
@@ -64,9 +66,9 @@ class AttentionContext(Protocol):
 
 
 class CausalRows:
-    """Rows by themselves: a token attends to itself and to the tokens before it in its row.
+    """The context of padded rows [B, T]: a token attends to itself and to the tokens before it in its row.
 
-    Rows are padded on the right. No token sees what comes after it, so padding needs no mask.
+    Padding is on the right, where no token sees it, so it needs no mask.
     """
 
     def __init__(self, input_ids: Tensor):
@@ -74,7 +76,7 @@ class CausalRows:
         T = input_ids.shape[1]
         self.positions = torch.arange(T, device=input_ids.device)[None]  # [1, T]
         self.masks = StretchMasks([(0, T)])
-        self.plan: ChunkPlan | None = None
+        self.plan: ChunkPlan | None = None  # made when a layer with the delta rule first asks for it
 
     def attend(
         self,
@@ -103,13 +105,13 @@ class CausalRows:
     ) -> Tensor:
         B, T, _ = inputs.qkv.shape
         if self.plan is None:
-            self.plan = ChunkPlan([T] * B, [None] * B, inputs.qkv.device)
+            self.plan = ChunkPlan(sizes=[T] * B, parents=[None] * B, device=inputs.qkv.device)
         out, _ = delta_chunks(inputs.flat(), None, heads, self.plan)
         return out.unflatten(0, (B, T))
 
 
 def preceded_by_zeros(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns x [..., T, C] after the zeros that a convolution by a weight [C, taps] sees before it."""
+    """Returns x [..., T, C] with taps - 1 zeros put before it: what a convolution by a weight [C, taps] reads."""
     return F.pad(x, (0, 0, weight.shape[1] - 1, 0))
 
 
@@ -122,12 +124,14 @@ def grouped_attention(
     """Returns the attention's output [B, T, H D] for queries [B, H, T, D].
 
     `kv` [B, 2 K, S, D] has the keys, then the values. Without a mask the attention is causal. Each key/value head
-    serves H / K query heads. Heads are expanded rather than enable_gqa: on CUDA that flag is served only by the flash
-    and math kernels, so cards without FlashAttention-2 would fall silently to the O(T^2) math kernel.
+    serves H / K query heads, and is copied for each of them. PyTorch's flag enable_gqa would save the copies, but on
+    CUDA only the flash and math kernels know it: cards without FlashAttention-2 would silently use the math kernel,
+    which takes O(T^2) memory.
     """
-    B, K2, S, D = kv.shape
-    query_heads = 2 * q.shape[1] // K2  # of each key head
-    kv = kv[:, :, None].expand(B, K2, query_heads, S, D)
+    B, kv_heads, S, D = kv.shape  # kv_heads: 2 K
+    H = q.shape[1]
+    query_heads = H // (kv_heads // 2)  # of each key head
+    kv = kv[:, :, None].expand(B, kv_heads, query_heads, S, D)
     k, v = kv.reshape(B, -1, S, D).chunk(2, dim=1)  # [B, H, S, D]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)  # [B, H, T, D]
     return out.transpose(1, 2).flatten(2)
@@ -138,10 +142,10 @@ def masked_keys(
     keys: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Returns True [..., T, S] where the query at a position [..., T] may not attend to the key at a position [S].
+    """Returns [..., T, S]: True where a query may not attend to a key.
 
-    A token attends to itself and to all tokens before it. In a layer with a window it attends to the last `window` of
-    these, as in transformers and arXiv 2310.06825, section 2.
+    `queries` [..., T] and `keys` [S] are positions. A token attends to itself and to all tokens before it, in a layer
+    with a window only to the last `window` tokens, itself included (arXiv 2310.06825, section 2; as in transformers).
     """
     queries = queries[..., None]
     masked = keys > queries
@@ -150,10 +154,16 @@ def masked_keys(
     return masked
 
 
+def aligned(columns: int) -> int:
+    """Returns the next multiple of ALIGNMENT that is not below `columns`, the columns of a mask."""
+    return math.ceil(columns / ALIGNMENT) * ALIGNMENT
+
+
 class StretchMasks:
     """The masks of the stretches of a pass, made for each window when a layer first asks for them.
 
-    A stretch (start, T) is T tokens that come after `start` earlier ones; the keys are those of all start + T tokens.
+    A stretch (start, T) is T new tokens after `start` earlier ones. Its queries are those of the T new tokens, its keys
+    those of all start + T tokens.
     """
 
     def __init__(self, stretches: Sequence[tuple[int, int]]):
@@ -164,8 +174,8 @@ class StretchMasks:
     def of(self, window: int | None, q: Tensor) -> list[Tensor | None]:
         """Returns the mask [T, start + T] of each stretch, on the device and in the dtype of the queries q.
 
-        A mask is added to the scores. It is None if nothing comes before the stretch and the window leaves out nothing:
-        `grouped_attention` is causal without a mask. Its rows are aligned, see ALIGNMENT.
+        A mask is added to the scores. Its rows are aligned, see ALIGNMENT. It is None if the attention is just causal,
+        which `grouped_attention` is without a mask: no token comes before the stretch, and the window covers it.
         """
         if window is not None and window >= self.longest:
             window = None
@@ -180,11 +190,12 @@ def _stretch_mask(
     window: int | None,
     q: Tensor,
 ) -> Tensor | None:
+    """Returns the mask of one stretch, see StretchMasks.of."""
     length = start + T
     if start == 0 and (window is None or window >= length):
         return None
-    aligned = length + -length % ALIGNMENT
-    positions = torch.arange(aligned, device=q.device)
-    mask = torch.zeros(T, aligned, dtype=q.dtype, device=q.device)
+    columns = aligned(length)
+    positions = torch.arange(columns, device=q.device)
+    mask = torch.zeros(T, columns, dtype=q.dtype, device=q.device)
     mask.masked_fill_(masked_keys(positions[start:length], positions, window), float("-inf"))
     return mask[:, :length]

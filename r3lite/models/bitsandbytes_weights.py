@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import within
+from r3lite.core.files import parse_at_place
 from r3lite.core.records import Record, Source, shown
 from r3lite.models.nf4 import BLOCK, GROUP, Nf4Weight
 
@@ -66,7 +66,7 @@ def unpack(
     blocks = numbers // BLOCK
     state_bytes = read(f"{path}{STATE}").to(torch.uint8).flatten().tolist()
     where = f"{file}: {path}{STATE}"
-    values = within(where, REMEDY, bytes(state_bytes).decode(errors="replace"))
+    values = parse_at_place(where, REMEDY, bytes(state_bytes).decode(errors="replace"))
     state = Record(values, Source(where, REMEDY))
     nested = "nested_blocksize" in state
     required = {"quant_type": "nf4", "blocksize": BLOCK, "shape": list(shape)}

@@ -13,12 +13,14 @@ from torch import Tensor
 from r3lite.models.functions import causal_convolution
 from r3lite.settings.rollout import MOST_DRAFTED
 
-SPARE = 8  # tokens: a prefix that at most so many tokens of its row follow can be copied whole, wherever it ends
-SAVED_EVERY = 64  # tokens: of any other prefix a multiple of so many can be copied
+# Which prefixes of a row can be copied from a `Ring`: every prefix to which at most SPARE tokens have been added, and
+# those whose length is a multiple of SAVED_EVERY.
+SPARE = 8
+SAVED_EVERY = 64
 
 
 def ring_slots(taps: int) -> int:
-    """Returns the slots of a row in the `Ring` of a convolution that sees `taps` tokens."""
+    """Returns the slots of a row in the `Ring` of a convolution that sees `taps` tokens, two special ones included."""
     return taps - 1 + MOST_DRAFTED + SPARE + 2
 
 
@@ -26,17 +28,17 @@ class RowPart(NamedTuple):
     """The part of a prefill that belongs to one row of the cache."""
 
     row: int
-    share: slice  # of the prefill's N tokens
-    length: int  # of the row, with these tokens
+    share: slice  # which of the prefill's N tokens they are
+    length: int  # tokens of the row, these included
 
     @property
     def start(self) -> int:
-        """The row's tokens before these."""
+        """How many tokens the row has before these."""
         return self.length - (self.share.stop - self.share.start)
 
 
 class Carried(Protocol):
-    """What one layer carries, of all rows of a cache. `length` is how many tokens a row has in the cache."""
+    """What one layer carries in all rows of a cache. `length` is always the number of tokens of a row."""
 
     def reserve(self, capacity: int) -> None:
         """Makes room for `capacity` tokens a row."""
@@ -44,7 +46,7 @@ class Carried(Protocol):
     def copyable(self, count: int, length: int, prefilled: int) -> int:
         """Returns the longest prefix of at most `count` tokens that `copy` can take from a row of `length` tokens.
 
-        The first `prefilled` of these were given to the row by prefills; those after them were decoded, or given later.
+        The row's first `prefilled` tokens were added by prefills. The next one, if any, was decoded.
         """
 
     def copy(
@@ -54,29 +56,35 @@ class Carried(Protocol):
         count: int,
         length: int,
     ) -> None:
-        """Makes the row `target` hold the first `count` tokens, which are `copyable`, of the row `source`."""
+        """Makes the row `target` hold the first `count` tokens of the row `source`, which has `length` tokens.
+
+        `count` must be `copyable`.
+        """
 
     def swap(self, i: int, j: int, used: int) -> None:
-        """Exchanges two rows, of at most `used` tokens."""
+        """Exchanges two rows, which have at most `used` tokens each."""
 
     def truncate(self, row: int, length: int, old_length: int) -> None:
-        """Makes a row end after its first `length` tokens, of `old_length`.
+        """Makes a row of `old_length` tokens end after its first `length` tokens.
 
-        Either at most MOST_DRAFTED tokens are taken back, or all of the row.
+        Either at most MOST_DRAFTED tokens are taken back, or all tokens of the row.
         """
 
     def wipe(self, row: int, length: int) -> None:
-        """Overwrites those numbers behind a row's tokens that may be multiplied before they are overwritten."""
+        """Sets to zero what is stored behind a row's `length` tokens, where a NaN could reach a later result."""
 
     def clear(self, row: int) -> None:
         """Makes a row as it was when nothing had been written to it."""
 
 
 def exchange(one: Tensor, other: Tensor) -> None:
-    """Exchanges the numbers of two tensors. Indexing by a list of rows instead would make the host wait for a card."""
-    numbers = one.clone()
+    """Exchanges the numbers of two tensors.
+
+    `tensor[[i, j]] = tensor[[j, i]]` is shorter, but indices in a list make the host wait for the device.
+    """
+    copy = one.clone()
     one.copy_(other)
-    other.copy_(numbers)
+    other.copy_(copy)
 
 
 class KeysValues:
@@ -91,7 +99,8 @@ class KeysValues:
         # Not F.pad: that fills all of the new block before it copies the old one.
         self.block = block.new_empty(rows, heads, capacity, D)
         self.block[:, :, :old_capacity] = block
-        self.block[:, :, old_capacity:] = 0  # masked, but 0 times what memory held before may be no number
+        # These slots are masked, that is, multiplied by 0. But 0 times a NaN that was in this memory would be a NaN.
+        self.block[:, :, old_capacity:] = 0
 
     def copyable(self, count: int, length: int, prefilled: int) -> int:
         return count
@@ -109,50 +118,53 @@ class KeysValues:
         exchange(self.block[i, :, :used], self.block[j, :, :used])
 
     def truncate(self, row: int, length: int, old_length: int) -> None:
-        """Does nothing: what is behind the tokens is masked until it is overwritten."""
+        """Does nothing: slots behind the tokens are masked until they are overwritten."""
 
     def wipe(self, row: int, length: int) -> None:
-        self.block[row, :, length:] = 0  # a mask does not remove a NaN from a sum
+        self.block[row, :, length:] = 0  # a masked NaN would still make the sum over the slots NaN
 
     def clear(self, row: int) -> None:
         self.block[row] = 0
 
 
 class RingSlots(NamedTuple):
-    """The slots of a ring to which N tokens, one or several of a row, are written, and the slots that each reads."""
+    """For each of N tokens, the slot of the ring that it is written to, and the slots that its convolution reads."""
 
     rows: Tensor  # [N]
     written: Tensor  # [N]
-    read: Tensor  # [N, taps]: the slots of the tokens before each, then its own
+    read: Tensor  # [N, taps]: the slots of the taps - 1 tokens before it, then its own
 
 
 class PrefillSlots(NamedTuple):
-    """The slots of a ring for the tokens of a prefill and the tokens before them, and the places of saved values."""
+    """Where a prefill of N tokens reads and writes a ring. A part is the tokens of one row, see RowPart."""
 
-    shares: list[slice]  # of the N tokens, by parts
-    rows: Tensor  # [parts]
-    before: Tensor  # [parts, taps - 1]
-    written: Tensor  # [3, n]: tokens, rows and slots
-    saved: Tensor  # [4, m]: tokens, rows, prefixes and places
+    shares: list[slice]  # for each part, which of the N tokens it has
+    rows: Tensor  # [parts], the row of each part
+    before: Tensor  # [parts, taps - 1], the slots of the tokens before each part
+    # What is written to `Ring.values`: [3, n], the numbers of tokens among the N, and their rows and slots.
+    written: Tensor
+    # What is written to `Ring.saved`: [4, m], the numbers of tokens among the N, and the row, prefix and place of each.
+    saved: Tensor
 
 
 class Ring:
     """The last values of each row, C numbers a token: `values` [rows, size + 2, C].
 
-    The value at a position is in the slot position modulo `size`. The size lets drafts be taken back, and a prefix be
-    copied from a row that is up to SPARE tokens longer. Of prefixes that are a multiple of SAVED_EVERY long, prefills
-    also save the last values, so that they can be copied from a row of any length.
+    The value at a position is in slot (position % size). `size` is large enough to take drafts back, and to copy a
+    prefix from a row that is up to SPARE tokens longer. For prefixes whose length is a multiple of SAVED_EVERY,
+    prefills also save the last values, so that these prefixes can be copied from a row of any length.
     """
 
     def __init__(self, rows: int, width: int, taps: int, dtype: torch.dtype, device: torch.device):
-        """`taps`: how many tokens a convolution sees from a token, which is one of them."""
+        """`width`: C. `taps`: how many tokens the convolution sees: a token itself and those before it."""
         self.taps = taps
         slots = ring_slots(taps)
         self.size = slots - 2
         self.unread = slots - 2  # the slot for rows that only pad a pass: it is written, but never read
         self.empty = slots - 1  # the slot that is never written: the zeros before a row's first token
         self.values = torch.zeros(rows, slots, width, dtype=dtype, device=device)
-        self.saved = self.values.new_zeros(rows, 0, taps - 1, width)  # [rows, prefixes, taps - 1, C]
+        # Prefix p is the first (p + 1) SAVED_EVERY tokens of a row: [rows, prefixes, taps - 1, C].
+        self.saved = self.values.new_zeros(rows, 0, taps - 1, width)
 
     def slots_of(
         self,
@@ -160,11 +172,11 @@ class Ring:
         positions: Tensor,
         padding: int | None = None,
     ) -> RingSlots:
-        """Returns the slots of tokens at positions [N] in rows [N]; `padding`: the position of rows that only pad."""
-        back = torch.arange(self.taps - 1, -1, -1, device=positions.device)
-        size = torch.full_like(back, self.size)
-        seen = positions[:, None] - back  # [N, taps]
-        read = torch.where(seen < 0, self.empty, seen % size)
+        """Returns the slots of tokens at positions [N] in rows [N]; `padding`: the position of tokens that only pad."""
+        distances = torch.arange(self.taps - 1, -1, -1, device=positions.device)
+        size = torch.full_like(distances, self.size)
+        seen_positions = positions[:, None] - distances  # [N, taps]
+        read = torch.where(seen_positions < 0, self.empty, seen_positions % size)
         written = read[:, -1]
         if padding is not None:
             written = torch.where(positions == padding, self.unread, written)
@@ -176,7 +188,7 @@ class Ring:
         weight: Tensor,
         slots: RingSlots | PrefillSlots,
     ) -> Tensor:
-        """Writes x [N, C]; returns its causal convolution [N, C] by a weight [C, taps]."""
+        """Writes x [N, C] to the ring; returns its causal convolution [N, C] by a weight [C, taps]."""
         if isinstance(slots, PrefillSlots):
             return self._convolve_prefill(x, weight, slots)
         self.values[slots.rows, slots.written] = x.to(self.values.dtype)
@@ -190,14 +202,19 @@ class Ring:
         for part in parts:
             slots_before = []
             for position in range(part.start - self.taps + 1, part.start):
-                slots_before.append(position % self.size if position >= 0 else self.empty)
+                slot = self.empty
+                if position >= 0:
+                    slot = position % self.size
+                slots_before.append(slot)
             before.append(slots_before)
-            offset = part.share.start - part.start  # from a position to a token's number
-            for position in range(max(part.start, part.length - self.size), part.length):
+            offset = part.share.start - part.start  # position + offset is a token's number among the N
+            first_written = max(part.start, part.length - self.size)  # later tokens overwrite those before
+            for position in range(first_written, part.length):
                 written.append((position + offset, part.row, position % self.size))
         device = self.values.device
 
         def on_device(numbers: list, columns: int) -> Tensor:
+            """Returns [columns, n] on the device, for n tuples (or one flat list) of numbers."""
             tensor = torch.tensor(numbers, dtype=torch.long).view(-1, columns).t()
             return tensor.to(device, non_blocking=True)
 
@@ -210,15 +227,18 @@ class Ring:
         )
 
     def _saved_tokens(self, parts: Sequence[RowPart]) -> list[tuple[int, int, int, int]]:
-        """Returns which tokens of a prefill are saved beside the ring: their numbers, rows, prefixes and places."""
+        """Returns the tokens of a prefill that go into `saved`: the last taps - 1 of each prefix.
+
+        For each: its number among the N tokens, its row, its prefix, and its place in the prefix's saved values.
+        """
         tokens = []
-        last = SAVED_EVERY - (self.taps - 1)  # the first place, a position modulo SAVED_EVERY, that is saved
+        skipped = SAVED_EVERY - (self.taps - 1)  # tokens in a run of SAVED_EVERY before the first that is saved
         for part in parts:
             offset = part.share.start - part.start
             for position in range(part.start, part.length):
-                prefix, place = divmod(position, SAVED_EVERY)
-                if place >= last:
-                    tokens.append((position + offset, part.row, prefix, place - last))
+                prefix, place_in_run = divmod(position, SAVED_EVERY)
+                if place_in_run >= skipped:
+                    tokens.append((position + offset, part.row, prefix, place_in_run - skipped))
         return tokens
 
     def _convolve_prefill(
@@ -232,8 +252,8 @@ class Ring:
         for share, values in zip(slots.shares, before, strict=True):
             outputs.append(causal_convolution(torch.cat((values, x[share])), weight))
         x = x.to(self.values.dtype)
-        tokens, rows, written = slots.written
-        self.values[rows, written] = x[tokens]
+        tokens, rows, written_slots = slots.written
+        self.values[rows, written_slots] = x[tokens]
         tokens, rows, prefixes, places = slots.saved
         self.saved[rows, prefixes, places] = x[tokens]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -262,8 +282,10 @@ class Ring:
             self.values[target] = self.values[source]
             return
         assert count % SAVED_EVERY == 0, "this prefix is not copyable"
-        for place in range(self.taps - 1 if count else 0):
-            position = count - self.taps + 1 + place
+        if count == 0:
+            return
+        for place in range(self.taps - 1):
+            position = count - (self.taps - 1) + place
             self.values[target, position % self.size] = self.saved[source, prefixes - 1, place]
 
     def swap(self, i: int, j: int, used: int) -> None:
@@ -276,7 +298,7 @@ class Ring:
         assert length == 0 or old_length - length <= MOST_DRAFTED
 
     def wipe(self, row: int, length: int) -> None:
-        """Does nothing: what is behind the tokens is never read before it is overwritten."""
+        """Does nothing: slots behind the tokens are never read before they are overwritten."""
 
     def clear(self, row: int) -> None:
         self.values[row] = 0

@@ -1,7 +1,8 @@
 """What a layer with the gated delta rule carries in the rows of a KV cache: a state of each row, and its last tokens.
 
-A state cannot be rolled back to fewer tokens. So drafts do not update it: their inputs wait in a window of their row,
-and the next pass first runs the accepted ones. For the same reason only a whole row can be copied.
+A state cannot be rolled back to fewer tokens. So drafts do not update the state: their inputs wait in the window of
+their row, and the next pass first runs the drafts that were accepted. For the same reason a row can only be copied
+whole.
 """
 
 from collections.abc import Sequence
@@ -15,19 +16,20 @@ from r3lite.models.gated_delta import ChunkPlan, DeltaHeads, DeltaInputs, delta_
 
 
 class RowTokens(NamedTuple):
-    """Tokens that a pass gives to one row of a cache."""
+    """Tokens that follow one another in one row of a cache."""
 
     row: int
-    start: int  # tokens of the row before them
+    start: int  # the position of the first of them, which is how many tokens of the row come before
     count: int
 
 
 class DeltaPass:
     """The plan of one pass, for all layers with the delta rule: what is run of each row, and which states are stored.
 
-    Of each row, first the tokens that wait in its window are run, from the row's state, and then the new tokens of the
-    pass. The waiting tokens are one stretch of a ChunkPlan, the new tokens another. The state after the new tokens is
-    stored. If the new tokens are drafts, the state before them is stored, and their inputs are put into the window.
+    In each row the waiting tokens, which are those in its window, are run first, from the row's state; then the new
+    tokens of the pass. The waiting tokens are one stretch of a ChunkPlan, the new tokens another. The state after the
+    new tokens is stored. If the new tokens are drafts, the state before them is stored instead, and their inputs are
+    put into the window.
 
     For example, row 0 has two waiting tokens and row 1 none, and both get one new token. The stretches are then: 0, the
     two waiting tokens; 1, the new token of row 0, with the parent 0; 2, the new token of row 1. The roots 0 and 2 begin
@@ -41,8 +43,10 @@ class DeltaPass:
         drafts: bool,
         device: torch.device,
     ):
-        """`tokens`: the new ones. `settled`: how many tokens the state of each row has. `drafts`: the new tokens may be
-        taken back."""
+        """`tokens`: the new tokens of each row. `settled`: how many tokens each row's state has taken in.
+
+        `drafts`: whether the new tokens are drafts, which may be taken back.
+        """
         self.tokens = tokens
         self.drafts = drafts
         self.device = device
@@ -52,18 +56,19 @@ class DeltaPass:
                 waiting.append(RowTokens(row, settled[row], start - settled[row]))
         self.waiting_count = sum(part.count for part in waiting)
         self.waiting_slots = self._in_window(waiting)
-        self.rows = self._indices([part.row for part in tokens])
-        self.is_step = not drafts and not waiting and all(part.count == 1 for part in tokens)
+        self.rows = self._indices([part.row for part in tokens])  # those that get new tokens
+        one_token_each = all(part.count == 1 for part in tokens)
+        self.is_step = one_token_each and not drafts and not waiting  # `delta_step` suffices, without stretches
         if not self.is_step:
             self._plan_stretches(waiting)
 
     def _plan_stretches(self, waiting: Sequence[RowTokens]) -> None:
-        """Sets the stretches: first those of the waiting tokens, then those of the new ones."""
+        """Makes the plan of the stretches: first those of the waiting tokens, then those of the new tokens."""
         stretch_of_waiting = {part.row: stretch for stretch, part in enumerate(waiting)}
         self.end_stretches = dict(stretch_of_waiting)  # by row: the stretch whose end state is stored
         sizes = [part.count for part in waiting]
         parents: list[int | None] = [None] * len(waiting)
-        root_rows = [part.row for part in waiting]
+        root_rows = [part.row for part in waiting]  # for each root, the row whose state it starts from
         for part in self.tokens:
             parent = stretch_of_waiting.get(part.row)
             if parent is None:
@@ -77,7 +82,7 @@ class DeltaPass:
         self.draft_slots = self._in_window(self.tokens)
 
     def _in_window(self, parts: Sequence[RowTokens]) -> tuple[Tensor, Tensor]:
-        """Returns the rows [n] and the slots [n] of tokens in the windows."""
+        """Returns the rows [n] and the slots [n] of tokens in the windows: those of a row fill its slots 0, 1, 2 .."""
         rows = []
         slots = []
         for part in parts:
@@ -110,21 +115,26 @@ class DeltaRows(Ring):
         rows = len(self.states)
         return DeltaInputs(
             qkv=self.values.new_zeros(rows, size, sum(self.heads.sizes)),
-            log_decay=self.states.new_zeros(rows, size, self.heads.values),
-            strength=self.values.new_zeros(rows, size, self.heads.values),
+            log_decay=self.states.new_zeros(rows, size, self.heads.value_heads),
+            strength=self.values.new_zeros(rows, size, self.heads.value_heads),
         )
 
     def run(self, inputs: DeltaInputs, plan: DeltaPass) -> Tensor:
-        """Runs the rule on the N new tokens of a pass, stores the rows' new states and returns the outputs [N, H
-        D_v]."""
+        """Runs the rule on the N new tokens of a pass; returns the outputs [N, H D_v].
+
+        Stores the rows' new states, and the inputs of drafts in the window.
+        """
         if plan.is_step:
-            out, self.states[plan.rows] = delta_step(inputs, self.states[plan.rows], self.heads)
+            out, new_states = delta_step(inputs, self.states[plan.rows], self.heads)
+            self.states[plan.rows] = new_states
         else:
-            waiting = [tensor[plan.waiting_slots] for tensor in self.window]
-            joined = [torch.cat((old.to(new.dtype), new)) for old, new in zip(waiting, inputs, strict=True)]
+            joined_inputs = []
+            for stored, new in zip(self.window, inputs, strict=True):
+                waiting = stored[plan.waiting_slots].to(new.dtype)
+                joined_inputs.append(torch.cat((waiting, new)))
             states = self.states[plan.root_rows]
-            out, end_states = delta_chunks(DeltaInputs(*joined), states, self.heads, plan.chunks)
-            out = out[plan.waiting_count :]
+            out, end_states = delta_chunks(DeltaInputs(*joined_inputs), states, self.heads, plan.chunks)
+            out = out[plan.waiting_count :]  # of the new tokens
             for row, stretch in plan.end_stretches.items():
                 self.states[row] = end_states[stretch]
         if plan.drafts:
@@ -132,19 +142,19 @@ class DeltaRows(Ring):
         return out
 
     def _store_drafts(self, inputs: DeltaInputs, plan: DeltaPass) -> None:
-        """Puts the inputs of drafts into the window."""
+        """Puts the inputs of drafts into the window, which grows if it has too few slots."""
         longest = max(part.count for part in plan.tokens)
         size = self.window.qkv.shape[1]
         if longest > size:
-            wider = self._new_window(longest)
-            for new, old in zip(wider, self.window, strict=True):
-                new[:, :size] = old
-            self.window = wider
+            larger_window = self._new_window(longest)
+            for target, source in zip(larger_window, self.window, strict=True):
+                target[:, :size] = source
+            self.window = larger_window
         for stored, tensor in zip(self.window, inputs, strict=True):
             stored[plan.draft_slots] = tensor.to(stored.dtype)
 
     def _saved_tokens(self, parts: Sequence[RowPart]) -> list[tuple[int, int, int, int]]:
-        """Returns no tokens: saved values would serve to copy a prefix, but a row keeps no state of a prefix."""
+        """Returns no tokens: a `Ring` saves values in order to copy a prefix, which is impossible without its state."""
         return []
 
     def reserve(self, capacity: int) -> None:

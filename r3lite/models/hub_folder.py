@@ -7,7 +7,7 @@ weights several times (`consolidated.safetensors`, `onnx/`, `original/`).
 from pathlib import Path
 
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_text, similar_path, within
+from r3lite.core.files import parse_at_place, read_text, similar_path
 from r3lite.core.records import Record, Source
 from r3lite.models.tensor_files import INDEX, SINGLE, indexed_files
 
@@ -55,7 +55,7 @@ def weight_files(folder: Path) -> list[str]:
         files = indexed_files(folder)
     path = folder / MODULES
     if path.is_file():
-        modules = within(path, REMEDY, read_text(path, REMEDY))
+        modules = parse_at_place(path, REMEDY, read_text(path, REMEDY))
         record = Record({"modules": modules}, Source(str(path), REMEDY))
         for module in record.records("modules"):
             module_folder = module.text("path", "", blank=True)

@@ -1,9 +1,9 @@
 """The KV cache of a batch of sequences, and the attention contexts of the passes that fill it.
 
-What each layer carries is its own affair, see `carried`. For an attention a token's slot is its position, so a row's
-slots 0 .. length-1 hold the keys and values of all its tokens so far. A `Prefill` gives each row many tokens; a
-`Decode` gives each row one, or in a CUDA graph with drafts the same number. (A third pass, with drafts, is in
-`verification`.)
+What a layer carries from token to token depends on its kind, see `carried`. In a layer with attention a token's slot
+is its position: a row's slots 0 .. length-1 hold the keys and values of all its tokens so far. A `Prefill` gives each
+row many tokens. A `Decode` gives each row one, or in a CUDA graph with drafts several, all rows the same number. A
+`verification.Verification` gives each row a token and its drafts, in different numbers.
 """
 
 import math
@@ -14,23 +14,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from r3lite.models.attention import ALIGNMENT, StretchMasks, grouped_attention, masked_keys
+from r3lite.models.attention import StretchMasks, aligned, grouped_attention, masked_keys
 from r3lite.models.carried import Carried, KeysValues, PrefillSlots, Ring, RingSlots, RowPart
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.delta_rows import DeltaPass, DeltaRows, RowTokens
 from r3lite.models.gated_delta import DeltaHeads, DeltaInputs
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
-# On a CPU, an operation for each row pays if the rows have more empty slots than this in the mean. Measured with the
-# heads of 0.5B, SmolLM2-135M and the tiny model, 8 to 64 rows of 64 to 1,024 slots: such an operation takes as long as
-# some 80 to 300 slots of one operation for all rows.
+# On a CPU, one attention operation for each row is faster than one for all rows if the rows have more empty slots than
+# this in the mean. Measured with the heads of 0.5B, SmolLM2-135M and the tiny model, 8 to 64 rows of 64 to 1,024 slots:
+# the call of an operation takes as long as 80 to 300 slots in the operation for all rows.
 ROW_COST = 192
 
 
 class CachePass(ABC):
-    """A pass over rows of a cache, and what layers without attention need: a convolution's ring, a delta rule's states.
+    """A pass over rows of a cache, with the plans of its layers without attention (convolutions and delta rules).
 
-    Where the pass's tokens stand in these is computed when the first such layer asks.
+    Each plan is made when the first layer that needs it asks, and serves all later layers of the pass.
     """
 
     drafts = False  # whether some of the tokens are drafts, which may be taken back
@@ -46,7 +46,7 @@ class CachePass(ABC):
 
     @abstractmethod
     def row_tokens(self) -> Sequence[RowTokens]:
-        """Returns the tokens of each row."""
+        """Returns the new tokens of each row; not for passes of CUDA graphs, which have no delta rule."""
 
     def convolve(
         self,
@@ -67,7 +67,7 @@ class CachePass(ABC):
         inputs: DeltaInputs,
         heads: DeltaHeads,
     ) -> Tensor:
-        """See AttentionContext: inputs of [B, T] tokens -> [B, T, H D_v]. Adds all tokens but drafts to the states."""
+        """See AttentionContext: inputs of [B, T] tokens -> [B, T, H D_v]. Updates the states, but not with drafts."""
         states = self.cache.layers[layer]
         if self.delta_pass is None:
             self.delta_pass = self._plan_delta_rule()
@@ -75,7 +75,7 @@ class CachePass(ABC):
         return out.unflatten(0, inputs.qkv.shape[:2])
 
     def _plan_delta_rule(self) -> DeltaPass:
-        """Returns the plan of all layers with the delta rule; the cache counts what their states will have."""
+        """Returns the plan of all layers with the delta rule. Sets `KVCache.settled` to the values after the pass."""
         tokens = self.row_tokens()
         settled = self.cache.settled
         plan = DeltaPass(tokens, settled, drafts=self.drafts, device=self.cache.device)
@@ -87,11 +87,11 @@ class CachePass(ABC):
 class Prefill(CachePass):
     """The attention context of a pass that gives tokens to several rows of a cache, laid end to end without padding.
 
-    The rows' lengths count the tokens from now on; the pass writes their keys and values.
+    The constructor adds the tokens to the rows' lengths; the pass then writes their keys and values.
     """
 
     def __init__(self, cache: "KVCache", additions: Sequence[tuple[int, list[int]]]):
-        """`additions`: rows, and the tokens that are added to each."""
+        """`additions`: pairs of a row and the tokens that are added to it."""
         super().__init__(cache)
         tokens: list[int] = []
         positions: list[int] = []
@@ -169,20 +169,20 @@ class Decode(CachePass):
         self.rows = cache.counting[: len(positions), None]  # [B, 1]
         self.used = used
         self.padding = padding
-        self.masks: dict[tuple[int, int | None], Tensor] = {}  # by the query heads of a key head, and the window
+        self.masks: dict[tuple[int, int | None], Tensor] = {}  # by G, the query heads of a key head, and the window
 
     def _mask(self, query_heads: int, window: int | None) -> Tensor:
-        """Returns what is added to the scores [B, 1, G T, S] of a key head that has G query heads, here `query_heads`.
+        """Returns what is added to the scores [B, 1, G T, S] of a key head; `query_heads` is G, its query heads.
 
-        It is made when a layer first asks for it.
+        A mask is made when a layer first asks for it.
         """
         if window is not None and window >= self.used:
             window = None
         if (query_heads, window) not in self.masks:
             positions = self.positions[:, None]  # [B, 1, T]
             if window is not None:
-                # Padding of a graph is at the position of the last slot, and the window before it may lie behind the
-                # `used` keys. It must see one of them, as a softmax of no key is NaN; its output is not read.
+                # Tokens that pad a graph have the position of the last slot. The `used` keys may all lie before their
+                # window. But they must see a key, as a softmax over no key is NaN; their output is not read.
                 positions = positions.clamp(max=self.used - 1)
             mask = self.cache.mask(positions, self.used, window)  # [B, 1, T, S]
             if positions.shape[2] > 1:
@@ -239,19 +239,20 @@ class Decode(CachePass):
 
 
 class KVCache:
-    """What the layers carry of `rows` sequences; the capacity grows as tokens are added."""
+    """What the layers carry for `rows` sequences; the capacity grows as tokens are added."""
 
     def __init__(self, layers: Sequence[Carried], rows: int, dtype: torch.dtype, device: torch.device):
-        """`layers`: what each carries, of all rows."""
+        """`layers`: for each layer, what it carries in all rows."""
         self.layers = layers
         self.dtype = dtype
         self.device = device
         self.capacity = 0  # tokens of a row
         self.lengths = [0] * rows  # on the host: reading them from the device would wait for it
-        self.prefilled = [0] * rows  # how many of a row's first tokens came by prefills, before the first decoded one
-        self.settled = [0] * rows  # how many of a row's tokens are in its states, if layers have such: see DeltaPass
-        # Tensors that each step of decoding would otherwise make anew: 0, 1, 2 .. for all rows and slots, and the two
-        # numbers of a mask.
+        self.prefilled = [0] * rows  # for each row, how many tokens prefills added before the first decoded token
+        # For each row, how many of its tokens the delta rule's states have taken in; used only if layers have a rule.
+        self.settled = [0] * rows
+        # Tensors that each step of decoding would otherwise make anew: the numbers 0, 1, 2 .. of rows and slots, and
+        # the two numbers of a mask.
         self.counting = torch.arange(rows, device=device)
         scores = torch.tensor([-math.inf, 0.0], dtype=dtype).to(device, non_blocking=True)
         self.masked_score, self.visible_score = scores
@@ -281,7 +282,10 @@ class KVCache:
         return KVCache(layers, rows, dtype=dtype, device=device)
 
     def reserve(self, slots: int) -> None:
-        """Makes the cache large enough for `slots` tokens a row, one layer at a time so that only one is held twice."""
+        """Makes the cache large enough for `slots` tokens a row.
+
+        It grows one layer at a time, so that only one layer's old and new memory exist together.
+        """
         capacity = -(-slots // BLOCK) * BLOCK
         if capacity <= self.capacity:
             return
@@ -291,8 +295,8 @@ class KVCache:
         self.counting = torch.arange(max(len(self.lengths), capacity), device=self.device)
 
     def decode(self, rows: int) -> Decode:
-        """Adds one token to each of the first `rows` rows, whose lengths count it from now on; returns its context."""
-        positions = self.lengths[:rows]
+        """Adds 1 to the lengths of the first `rows` rows; returns the context of the pass over their new tokens."""
+        positions = self.lengths[:rows]  # a new token's position is its row's old length
         used = max(positions) + 1
         self.reserve(used)
         self.lengths[:rows] = [position + 1 for position in positions]
@@ -312,17 +316,17 @@ class KVCache:
     ) -> Tensor:
         """Returns what is added to the scores [B, 1, T, S] of queries at positions [B, 1, T] and the first S keys.
 
-        S is `used`, made larger so that the rows are aligned, see ALIGNMENT. `window` is explained at masked_keys.
+        S is at least `used`, and such that the mask's rows are aligned, see attention.ALIGNMENT. For `window` see
+        attention.masked_keys.
         """
-        aligned = used + -used % ALIGNMENT
-        is_masked = masked_keys(positions, self.counting[:aligned], window)
+        is_masked = masked_keys(positions, self.counting[: aligned(used)], window)
         return torch.where(is_masked, self.masked_score, self.visible_score)
 
     def truncate(self, row: int, length: int) -> None:
         """Makes a row end after its first `length` tokens, as if those behind them had never been run.
 
-        Only drafts can be taken back, which are at most MOST_DRAFTED tokens, or all tokens of the row: a `Ring` keeps
-        earlier values for no more than these. Numbers behind the new end may stay there, see `wipe`.
+        Either drafts are taken back, at most MOST_DRAFTED tokens, or all tokens of the row: a `Ring` keeps no earlier
+        values. Numbers behind the new end may stay in memory, see `wipe`.
         """
         assert length == 0 or length >= self.settled[row], "of a state only drafts, or all tokens, can be taken back"
         for layer in self.layers:
@@ -332,7 +336,7 @@ class KVCache:
         self.settled[row] = min(self.settled[row], length)
 
     def wipe(self, row: int) -> None:
-        """Overwrites what is behind a row's tokens, as far as a number there that is not finite could spread."""
+        """Sets to zero what is stored behind a row's tokens, where a NaN could reach a later result."""
         for layer in self.layers:
             layer.wipe(row, self.lengths[row])
 
@@ -344,11 +348,10 @@ class KVCache:
     ) -> int:
         """Returns the longest prefix of at most `count` tokens that `copy` can take from a row.
 
-        With `prefilled`, the answer is not for the row's present content, but for a time when the row will have so many
-        tokens, all by prefills.
+        With `prefilled`, the answer is for a later time, when the row will have `prefilled` tokens, all by prefills.
         """
-        length = self.lengths[row]
         if prefilled is None:
+            length = self.lengths[row]
             prefilled = self.prefilled[row]
         else:
             length = prefilled
@@ -370,7 +373,7 @@ class KVCache:
         self.settled[target] = min(self.settled[source], count)
 
     def keep_prefix(self, row: int, count: int) -> None:
-        """Makes a row end after at most `count` of its tokens: after as many as are `copyable`."""
+        """Makes a row end after its longest `copyable` prefix of at most `count` tokens."""
         self.copy(row, row, self.copyable(row, count))
 
     def clear(self, row: int) -> None:

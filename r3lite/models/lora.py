@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685): several named low-rank adapters on one frozen base, saved in PEFT's format.
 
-Owns the adapters' weights, which of them is switched on, and their files. With none switched on, a model's results are
-those of the bare base, to the bit.
+Owns the adapters' weights, the switch that says which adapter is on, and the adapters' files. With no adapter on, a
+model's results are those of the bare base, to the bit.
 """
 
 import contextlib
@@ -30,8 +30,10 @@ EVERY_LAYER = "r3lite adapts a projection in every layer or in none. Pass such a
 # Keys of adapter_config.json that are used here, and keys that are ignored because they do not change what the adapter
 # computes: its tensors say which layers it adapts. Any other key must be unset: it belongs to a feature that r3lite
 # lacks and would silently leave out.
-USED = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights")
-IGNORED = (
+USED_KEYS = (
+    "peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "bias", "init_lora_weights",
+)  # fmt: skip
+IGNORED_KEYS = (
     "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "layers_to_transform", "layers_pattern", "megatron_core", "qalora_group_size", "exclude_modules",
     "ensure_weight_tying", "eva_config",
@@ -41,14 +43,14 @@ BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 def switch_of(model: nn.Module) -> Switch:
-    """Returns the model's switch, made when it is first asked for."""
+    """Returns the switch of a model's adapters; the first call makes it and stores it in `model.lora`."""
     if not hasattr(model, "lora"):
         model.lora = Switch()
     return model.lora
 
 
 def set_adapter(model: nn.Module, name: str | None) -> None:
-    """Switches an adapter on for good; None switches all off."""
+    """Switches an adapter on until another call; None switches all off."""
     _check_adapter_exists(model, name)
     switch_of(model).active = name
 
@@ -61,11 +63,11 @@ def use_adapter(model: nn.Module, name: str | None) -> contextlib.AbstractContex
 
 @contextlib.contextmanager
 def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Looks up what layers multiply by, and casts the adapter that is on, only once within a `with` block.
+    """Within a `with` block, keeps the stacks of the layers and the casts to `dtype` of the adapter that is on.
 
-    It is meant for passes between two optimizer steps: in the block no weight may change, and no adapter may be added
-    or removed. Results are the same to the bit. Another adapter that is switched on in the block is cast in its first
-    pass, layer by layer.
+    Outside such a block every pass makes them anew. It is meant for passes between two optimizer steps: in the block no
+    weight may change, and no adapter may be added or removed. Results are the same to the bit. If another adapter is
+    switched on in the block, its first pass casts it layer by layer.
     """
     switch = switch_of(model)
     outer_stacks = switch.stacks
@@ -82,7 +84,7 @@ def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 def _cast_together(model_stacks: Sequence[Stack], dtype: torch.dtype) -> None:
-    """Casts the adapters of all stacks in one operation, except those with dropout, whose layers are run one by one."""
+    """Casts the adapter in all stacks in one operation, unless it has dropout: then its layers are run one by one."""
     weights: list[Tensor] = []
     casts: list[Tensor] = []
     for stack in model_stacks:
@@ -94,7 +96,8 @@ def _cast_together(model_stacks: Sequence[Stack], dtype: torch.dtype) -> None:
         B_casts = stacked([B.shape for B in Bs], dtype, Bs[0].device)
         weights += As + Bs
         casts += A_casts + B_casts
-        stack.casts[dtype] = side_by_side(A_casts), B_casts
+        joined_A = side_by_side(A_casts)
+        stack.casts[dtype] = (joined_A, B_casts)
     if weights:
         torch._foreach_copy_(casts, [weight.detach() for weight in weights])
 
@@ -116,9 +119,9 @@ def add_adapter(
 ) -> None:
     """Adds a new trainable adapter, which changes nothing yet: A is Kaiming-uniform as in peft, B is zero.
 
-    It is not switched on. The same seed gives the same weights on every device. A layer of the model that is several
-    projections in one is adapted if one of them is a target. Raises R3LiteError for a target that is not one of the
-    seven projections.
+    It is not switched on. The same seed gives the same weights on every device. A layer that joins several projections
+    in one matrix is adapted if one of these is a target. Raises R3LiteError for a target that is not one of the seven
+    projections.
     """
     _check_targets(targets, "lora_targets")
     config = LoraConfig(
@@ -150,7 +153,7 @@ def adapter_parameters(model: nn.Module, name: str) -> dict[str, nn.Parameter]:
 
 
 def remove_adapter(model: nn.Module, name: str) -> None:
-    """Removes an adapter; a layer that has none left becomes the bare base layer again."""
+    """Removes an adapter; a layer that has no other adapter becomes the bare base layer again."""
     _check_adapter_exists(model, name)
     switch = switch_of(model)
     for path, module in list(model.named_modules()):
@@ -167,15 +170,15 @@ def remove_adapter(model: nn.Module, name: str) -> None:
 def merge_adapter(model: nn.Module, name: str) -> None:
     """Adds scale * B A, computed in fp32, to the base weights, and removes the adapter.
 
-    A base in NF4 becomes a dense one, because a merged weight does not have only 16 values a block.
+    A base in NF4 becomes dense: a merged weight has more than the 16 values that a block in NF4 can have.
     """
     _check_adapter_exists(model, name)
     scale = switch_of(model).configs[name].scale
-    adapted = []
+    adapted_layers = []
     for module in model.modules():
         if isinstance(module, LoraLinear) and name in module.lora_A:
-            adapted.append(module)
-    for module in tqdm(adapted, desc="merging", unit="", **BRIEF):
+            adapted_layers.append(module)
+    for module in tqdm(adapted_layers, desc="merging", unit="", **BRIEF):
         if isinstance(module.base, Nf4Linear):
             module.base = module.base.dense()
         weight = module.base.weight
@@ -193,7 +196,7 @@ def save_adapter(
     fingerprint: str | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Writes an adapter in PEFT's format, in `dtype` or as it is. `base_model` is the folder or hub id of its base.
+    """Writes an adapter in PEFT's format, in `dtype` or else fp32. `base_model` is the folder or hub id of its base.
 
     The `fingerprint` of the base, if there is one, goes into the metadata of the weights, which PEFT ignores.
     """
@@ -232,7 +235,7 @@ def load_adapter(
     folder: str | Path,
     trainable: bool,
 ) -> None:
-    """Reads an adapter in PEFT's format from a folder, or from the `adapter/` of a run folder; does not switch it on.
+    """Adds the adapter in a folder in PEFT's format, or in the `adapter/` of a run folder; does not switch it on.
 
     Raises R3LiteError, naming the key or the tensor, if the adapter uses a feature that r3lite lacks or does not fit
     the model.
@@ -285,17 +288,17 @@ def add_mean(
     name: str,
     members: Sequence[str],
 ) -> None:
-    """Adds one frozen adapter, the mean of several: to a layer it adds the mean of what they add.
+    """Adds a frozen adapter that is the mean of several, the `members`: it adds to a layer the mean of what they add.
 
     The mean of s_i B_i A_i over n adapters is s B A with A = [A_1; A_2; ...] and B = [B_1 s_1, B_2 s_2, ...] / (n s),
-    so its rank is the sum of theirs. In a layer that an adapter does not have, the adapter's part is zero. The mean has
-    no dropout, and is not switched on.
+    so its rank is the sum of their ranks. In a layer that a member does not adapt, the member's part is zero. The mean
+    has no dropout, and is not switched on.
     """
     configs = [switch_of(model).configs[member] for member in members]
     parameters = [adapter_parameters(model, member) for member in members]
     rank = sum(config.r for config in configs)
     all_targets = {target for config in configs for target in config.targets}
-    targets = tuple(name for name in ADAPTED if name in all_targets)
+    targets = tuple(target for target in ADAPTED if target in all_targets)
     mean = LoraConfig(r=rank, alpha=configs[0].scale * rank, targets=targets)
     tensors = {}
     for path, linear in _targets(model, targets):
@@ -303,20 +306,20 @@ def add_mean(
         B_key = _key(path, "B")
         A = torch.zeros(rank, linear.in_features)
         B = torch.zeros(linear.out_features, rank)
-        first = 0
-        for config, member in zip(configs, parameters, strict=True):
-            ranks = slice(first, first + config.r)
-            if A_key in member:
-                A[ranks] = member[A_key]
-                B[:, ranks] = member[B_key] * (config.scale / (len(members) * mean.scale))
-            first += config.r
+        first_rank = 0
+        for config, weights in zip(configs, parameters, strict=True):
+            ranks = slice(first_rank, first_rank + config.r)
+            if A_key in weights:
+                A[ranks] = weights[A_key]
+                B[:, ranks] = weights[B_key] * (config.scale / (len(members) * mean.scale))
+            first_rank += config.r
         tensors[A_key] = A
         tensors[B_key] = B
     _attach(model, name, config=mean, tensors=tensors, trainable=False)
 
 
 def read_adapter_config(folder: str | Path) -> LoraConfig | None:
-    """Returns shape and scale of the adapter in a folder, or in the `adapter/` of a run folder; None without one."""
+    """Returns the config of the adapter in a folder, or in the `adapter/` of a run folder; None if there is none."""
     folder = adapter_folder(folder)
     if not (folder / ADAPTER_CONFIG).exists():
         return None
@@ -327,7 +330,7 @@ def read_adapter_config(folder: str | Path) -> LoraConfig | None:
 
 
 def read_base(folder: str | Path) -> tuple[str, str | None]:
-    """Returns name and fingerprint of the base that an adapter was trained on; no fingerprint if none is recorded."""
+    """Returns the name and the fingerprint (None: not recorded) of the base that an adapter was trained on."""
     candidates = (Path(folder), Path(folder, "model"))
     models = [candidate for candidate in candidates if (candidate / "config.json").is_file()]
     if models and not (adapter_folder(folder) / ADAPTER_CONFIG).is_file():
@@ -350,13 +353,13 @@ def _check_supported(record: Record) -> None:
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
         raise record.error(f"init_lora_weights is {init!r}, which also changes the base")
     for key, value in record.values.items():
-        if key not in USED and key not in IGNORED and value:
+        if value and key not in USED_KEYS and key not in IGNORED_KEYS:
             raise record.error(f"{key} is {shown(value)}, which r3lite does not support")
     _named_targets(record)
 
 
 def _named_targets(record: Record) -> tuple[str, ...]:
-    """Returns the names in `target_modules`; none if it is one text: a pattern of paths for PEFT.
+    """Returns the names in `target_modules`; () if it is a text, which PEFT takes as a pattern of paths.
 
     Raises R3LiteError for an empty list: PEFT accepts such an adapter in silence, and its logits are wrong.
     """
@@ -369,9 +372,9 @@ def _named_targets(record: Record) -> tuple[str, ...]:
 
 
 def _parse_config(record: Record, tensors: Iterable[str]) -> LoraConfig:
-    """Reads shape and scale from an `adapter_config.json`, the projections from the names of the adapter's tensors.
+    """Reads rank and scale from an `adapter_config.json`, the projections from the names of the adapter's tensors.
 
-    The config is not asked for the projections, because PEFT names layers in many ways: by names, whole paths, a
+    The projections are not read from the config, where PEFT has many ways to name layers: names, whole paths, a
     pattern, numbers of layers, or names of layers to leave out.
     """
     dropout = record.number("lora_dropout", 0.0, low=0)
@@ -392,18 +395,18 @@ def _check_layers(
     model: nn.Module,
     tensors: Iterable[str],
 ) -> None:
-    """Raises R3LiteError if `target_modules` names layers of the model but no tensor adapts them, as in a cut file."""
+    """Raises R3LiteError if `target_modules` names layers of the model that no tensor adapts: the file may be cut."""
     if record.values.get("exclude_modules") or record.values.get("layers_to_transform"):
         return  # the adapter may leave out a layer that is named
     adapted = {_path_of(key) for key in tensors}
     paths = [path for path, _ in model.named_modules()]
     for name in _named_targets(record):
-        if _names(name, paths) and not _names(name, adapted):
+        if _is_named(name, paths) and not _is_named(name, adapted):
             raise record.error(f"target_modules has {name}, but {WEIGHTS} has no tensor of it")
 
 
-def _names(name: str, paths: Iterable[str]) -> bool:
-    """Returns True if an entry of `target_modules` means one of the layers at `paths`, as PEFT compares them."""
+def _is_named(name: str, paths: Iterable[str]) -> bool:
+    """Returns True if `name`, an entry of `target_modules`, means one of the layers at `paths`, as PEFT compares."""
     return any(path == name or path.endswith(f".{name}") for path in paths)
 
 
@@ -415,7 +418,7 @@ def _check_targets(targets: Sequence[str], where: str) -> None:
 
 
 def _targets(model: nn.Module, targets: Sequence[str]) -> list[tuple[str, nn.Linear | Nf4Linear]]:
-    """Returns path and base layer of every projection named in `targets`."""
+    """Returns (path, base layer) of every projection named in `targets`."""
     layers = []
     for path, module in model.named_modules():
         if path.rpartition(".")[2] in targets:
@@ -430,11 +433,12 @@ def _projection_names(model: nn.Module) -> set[str]:
 
 
 def _key(path: str, side: str) -> str:
+    """Returns the name in PEFT of the tensor A or B (`side`) that adapts the layer at `path`."""
     return f"base_model.model.{path}.lora_{side}.weight"
 
 
 def _path_of(key: str) -> str:
-    """Returns the path of the layer that a tensor of PEFT adapts."""
+    """Returns the path of the layer that a tensor adapts, from the tensor's name in PEFT."""
     return key.removeprefix("base_model.model.").partition(".lora_")[0]
 
 
@@ -445,7 +449,10 @@ def _attach(
     tensors: dict[str, Tensor],
     trainable: bool,
 ) -> None:
-    """Puts an adapter of these tensors on the layers that it adapts."""
+    """Puts an adapter with these tensors, named as in PEFT, on the layers that it adapts.
+
+    The A of layers that read the same x lie one after another in memory, see models/stacks.py.
+    """
     switch = switch_of(model)
     assert name not in switch.configs, f"an adapter named {name!r} already exists"
     bases = dict(_targets(model, config.targets))

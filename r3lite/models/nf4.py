@@ -7,11 +7,12 @@ A weight [out, in] is cut into blocks of 64 neighbours of a row. A block is stor
 ("double quantization"): their mean is subtracted, and each group of 256 becomes whole numbers in [-127, 127] times one
 fp32 scale. (The paper uses an 8-bit float. Centred absmax values lie within a few standard deviations, so evenly spaced
 steps are as accurate.)
-A weight takes 1/2 + 1/64 + 8/16384 = 0.516 bytes.
+A number of the weight takes 1/2 + 1/64 + 8/16384 = 0.516 bytes: its code, and its part of the block's absmax and of
+the group's scale and mean.
 
-In a model folder, `config.json` has LAYOUT as its `quantization_config`, and each linear of the layers has in place of
-`<linear>.weight` what `Nf4Weight` lists, under the same names: `<linear>.codes`, `.absmax`, `.absmax_scale` and
-`.absmax_mean`. Biases, norms, embedding and head are stored as in a dense checkpoint.
+In a model folder, `config.json` has LAYOUT as its `quantization_config`. In place of `<linear>.weight`, each linear of
+the layers has the four tensors of `Nf4Weight`: `<linear>.codes`, `.absmax`, `.absmax_scale` and `.absmax_mean`. Biases,
+norms, embedding and head are stored as in a dense checkpoint.
 """
 
 import functools
@@ -34,8 +35,8 @@ POINTS = (
     0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-BLOCK = 64  # weights of one absmax
-GROUP = 256  # absmax values of one scale
+BLOCK = 64  # weights that share an absmax
+GROUP = 256  # absmax values that share a scale
 METHOD = "r3lite_nf4"
 LAYOUT = {"quant_method": METHOD, "block_size": BLOCK, "double_block_size": GROUP}
 TILE = 2**19  # weights converted at once: 5 to 7 MiB of temporaries. Smaller tiles are slower, larger ones no faster.
@@ -46,11 +47,13 @@ class Nf4Weight:
     """A weight [out, in] in NF4."""
 
     codes: Tensor  # uint8 [out, in / 2]; the first weight of a pair is in the high four bits
-    # int8 [groups, 256]: one number a block, row by row; the last group is filled up with zeros. It is fp32, with
-    # scales of 1 and a mean of 0, if the weight is from another program's file (bitsandbytes_weights.py).
+    # int8 [groups, 256]: one number for each block, row by row; the last group is padded with zeros. The absmax of a
+    # block is its number times the group's scale, plus the mean. In weights from another program's file
+    # (bitsandbytes_weights.py) the numbers are fp32, the scales 1 and the mean 0.
     absmax: Tensor
     absmax_scale: Tensor  # fp32 [groups]
-    absmax_mean: Tensor  # fp32 [groups], the same number in each, so that weights with different means can be stacked
+    # fp32 [groups]: the mean, repeated for each group, so that weights with different means can be stacked.
+    absmax_mean: Tensor
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -64,7 +67,7 @@ class Nf4Weight:
 
 @dataclass(frozen=True)
 class Packed:
-    """Counts what `quantize` never makes, but layers of a folder in NF4 have."""
+    """What the layers of a model folder in NF4 may have, but `quantize` never makes."""
 
     dense_weights: int = 0  # weights that are not in NF4
     fp32_blocks: int = 0  # blocks whose absmax is in fp32
@@ -74,24 +77,27 @@ class Packed:
 def quantize(weight: Tensor) -> Nf4Weight:
     """Returns the NF4 form of a weight [out, in] of any float dtype: the code points nearest to weight / absmax.
 
-    Temporaries have the size of one tile. Raises R3LiteError unless `in` is a multiple of 64.
+    It is computed a tile of rows at a time, to keep temporaries small. Raises R3LiteError unless `in` is a multiple of
+    64.
     """
     rows, columns = weight.shape
     _check_columns(columns)
     codes = torch.empty(rows, columns // 2, dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(rows, columns // BLOCK, device=weight.device)
-    height = max(1, TILE // columns)
-    tiles = zip(weight.split(height), codes.split(height), absmax.split(height))
+    tile_rows = max(1, TILE // columns)
+    tiles = zip(weight.split(tile_rows), codes.split(tile_rows), absmax.split(tile_rows))
     for tile, tile_codes, tile_absmax in tiles:
         blocks = tile.float().reshape(len(tile), -1, BLOCK)  # [rows, in / 64, 64]
         torch.amax(blocks.abs(), dim=-1, out=tile_absmax)
         # The absmax of a block of zeros is 0; any divisor leaves its weights 0.
         blocks = blocks / tile_absmax.masked_fill(tile_absmax == 0, 1)[..., None]
-        nearest = torch.zeros_like(blocks, dtype=torch.uint8)
-        for low, high in itertools.pairwise(POINTS):  # three times as fast as torch.bucketize
-            nearest += blocks > (low + high) / 2
-        first, second = nearest.view(len(tile), -1, 2).unbind(-1)  # [rows, in / 2] each
-        torch.add(second, first, alpha=16, out=tile_codes)
+        # A number's code is how many midpoints between code points lie below it. This is three times as fast as
+        # torch.bucketize.
+        block_codes = torch.zeros_like(blocks, dtype=torch.uint8)
+        for low, high in itertools.pairwise(POINTS):
+            block_codes += blocks > (low + high) / 2
+        first, second = block_codes.view(len(tile), -1, 2).unbind(-1)  # [rows, in / 2] each
+        torch.add(second, first, alpha=16, out=tile_codes)  # 16 first + second
     mean = absmax.mean()
     centred = absmax.view(-1).sub_(mean)
     groups = F.pad(centred, (0, -len(centred) % GROUP)).view(-1, GROUP)
@@ -106,7 +112,7 @@ def quantize(weight: Tensor) -> Nf4Weight:
 
 
 def unfilled(weight: Tensor, absmax: torch.dtype = torch.int8) -> Nf4Weight:
-    """Returns tensors without values, on the weight's device, for the NF4 form of a weight [out, in]."""
+    """Returns tensors without values for the NF4 form of a weight [out, in], on its device; `absmax`: their dtype."""
     rows, columns = weight.shape
     _check_columns(columns)
     groups = -(-rows * columns // (BLOCK * GROUP))
@@ -131,9 +137,9 @@ def _check_columns(columns: int) -> None:
 def dequantize(weights: Sequence[Nf4Weight], dtype: torch.dtype) -> Tensor:
     """Returns weights [n, in], one below the other, in `dtype`: [sum of n, in].
 
-    On a CPU they are computed in fp32, rounded once, a tile at a time, so that temporaries stay in the cache. On other
-    devices all are converted at once, because starting a kernel costs more; there a code point is rounded to fp16
-    first if the weights are to be in half precision. Several weights that lie one after another in memory take no more
+    On a CPU they are computed in fp32 and rounded once, a tile at a time, so that temporaries stay in the cache. On
+    other devices all are computed at once, because starting a kernel costs more; there, if `dtype` is half precision,
+    the code points are rounded to fp16 first. Several weights that lie one after another in memory take no more
     operations than a single weight.
     """
     codes = side_by_side([weight.codes for weight in weights])  # [rows, in / 2]
@@ -144,17 +150,17 @@ def dequantize(weights: Sequence[Nf4Weight], dtype: torch.dtype) -> Tensor:
     on_cpu = codes.device.type == "cpu"
     point_dtype = torch.float32 if on_cpu or dtype == torch.float32 else torch.float16
     pairs = _pairs(codes.device, point_dtype)
-    height = max(1, TILE // columns) if on_cpu else rows
+    tile_rows = max(1, TILE // columns) if on_cpu else rows
     tiles = zip(
-        codes.split(height),
-        absmax.view(rows, -1, 1).split(height),
-        dense.split(height),
+        codes.split(tile_rows),
+        absmax.view(rows, -1, 1).split(tile_rows),
+        dense.split(tile_rows),
         strict=True,
     )
     for tile_codes, tile_absmax, tile in tiles:
-        blocks = tile.view(len(tile), -1, BLOCK)
+        blocks = tile.view(len(tile), -1, BLOCK)  # [rows, in / 64, 64]
         if point_dtype == dtype:
-            tile_pairs = tile.view(pairs.dtype).view(-1)
+            tile_pairs = tile.view(pairs.dtype).view(-1)  # the tile's memory, as one integer for each byte of codes
             torch.index_select(pairs, 0, tile_codes.int().view(-1), out=tile_pairs)
             blocks.mul_(tile_absmax)
         else:
@@ -171,9 +177,10 @@ def _absmax(weights: Sequence[Nf4Weight]) -> Tensor:
 
 
 def joined(weights: Sequence[Nf4Weight]) -> list[Nf4Weight]:
-    """Returns weights [n, in], one below the other, as a list with one weight [sum of n, in].
+    """Joins weights [n, in] into one weight [sum of n, in], in a list with one element.
 
-    The list has the weights as they are if the last absmax group of any is filled up: the filling is no absmax.
+    If the last absmax group of any weight is padded, the weights are returned as they are: joined, the padding would be
+    taken for absmax values.
     """
     if len(weights) == 1 or any(weight.codes.numel() * 2 % (BLOCK * GROUP) for weight in weights):
         return list(weights)
@@ -198,17 +205,17 @@ def dense_blocks(
     points: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns a weight's blocks [blocks, 64] in `dtype`, computed in fp32; `points` are those of `code_points`.
+    """Returns a weight's blocks [blocks, 64] in `dtype`, computed in fp32; `points` is the result of `code_points`.
 
-    They are the numbers of `dequantize` up to rounding. A compiler can make one kernel of this code: each number
-    depends on its byte and its block alone, and nothing is laid side by side.
+    The numbers are those of `dequantize` up to rounding. A compiler can make one kernel of this code: each number
+    depends on its byte and its block alone, and no tensors are joined.
     """
     codes = weight.codes.view(-1, BLOCK // 2, 1)  # [blocks, 32, 1]
     absmax = _absmax_of_one(weight)[:, None]
-    shifts = torch.arange(4, -1, -4, dtype=torch.uint8, device=codes.device)  # of the two codes of a byte
+    shifts = torch.arange(4, -1, -4, dtype=torch.uint8, device=codes.device)  # 4 and 0: for the two codes of a byte
     code_pairs = (codes >> shifts) & 15  # [blocks, 32, 2]
-    shares = points[code_pairs.int()].flatten(1)  # [blocks, 64], of absmax
-    return (shares * absmax).to(dtype)
+    block_points = points[code_pairs.int()].flatten(1)  # [blocks, 64]
+    return (block_points * absmax).to(dtype)
 
 
 @functools.cache
@@ -219,12 +226,13 @@ def code_points(device: torch.device) -> Tensor:
 
 @functools.cache
 def _pairs(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns [256] integers: the bits of the two code points in `dtype` of each byte, as one integer.
+    """Returns a table [256] that has, for each byte of codes, its two code points in `dtype`.
 
-    Selecting integers takes a third of the time of selecting rows of two code points.
+    The bits of the two code points are stored as one integer: selecting integers takes a third of the time of selecting
+    pairs of numbers.
     """
     # This runs in a layer, where the host must not wait for the device.
     points = torch.tensor(POINTS, dtype=dtype).to(device, non_blocking=True)
-    both = torch.stack((points.repeat_interleave(16), points.repeat(16)), dim=1)  # [256, 2]
+    point_pairs = torch.stack((points.repeat_interleave(16), points.repeat(16)), dim=1)  # [256, 2]
     integer = torch.int64 if dtype == torch.float32 else torch.int32
-    return both.view(integer).view(-1)
+    return point_pairs.view(integer).view(-1)

@@ -1,8 +1,9 @@
 """Packs: rows of tokens laid end to end without padding, where a prefix that several rows share is computed once.
 
-A pack's rows form a tree. A segment is a stretch of tokens that some rows have in common; a token attends to the tokens
-before it in its segment and to the segments on the way to the root. Hidden states, and so gradients, are those of the
-rows by themselves, because no token attends to what comes after it. Knows nothing of losses.
+A pack's rows form a tree of segments. A segment is a stretch of tokens that one or more rows have in common. A token
+attends to the tokens up to itself in its segment, and to all segments on the way to the root. Hidden states, and so
+gradients, are the same as if each row were run alone, because no token attends to what comes after it. Knows nothing of
+losses.
 """
 
 from collections.abc import Sequence
@@ -19,12 +20,12 @@ from r3lite.models.causal_lm import CausalLM
 from r3lite.models.functions import causal_convolution
 from r3lite.models.gated_delta import ChunkPlan, DeltaHeads, DeltaInputs, delta_chunks
 
-GRANULE = 16  # prefixes are shared in multiples of this many tokens: fewer are not worth an attention of their own
+GRANULE = 16  # prefixes are shared in multiples of this many tokens: fewer do not pay for an attention of their own
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One of a pack's segments, which together are its N tokens in order."""
+    """A segment of a pack. The segments of a pack, one after another, are its N tokens."""
 
     size: int  # tokens
     ancestors: tuple[int, ...]  # the numbers of the segments on the way from the root to this one, the nearest last
@@ -37,16 +38,16 @@ class Pack:
     tokens: Tensor  # [1, N], on the host
     positions: Tensor  # [1, N]
     segments: list[Segment]
-    masks: StretchMasks  # of the segments
-    places: list[list[int]]  # for each row, where its tokens are among the N
+    masks: StretchMasks  # for each segment, of its ancestors' and its own tokens
+    places: list[list[int]]  # for each row, the places of its tokens among the N
 
     @staticmethod
     def of(rows: Sequence[Sequence[int]], device: torch.device) -> "Pack":
         """Packs rows of token ids."""
-        order, shared = _sorted(rows)
+        order, shared_counts = _sorted(rows)
         tokens: list[int] = []
         positions: list[int] = []
-        spans: list[range] = []  # for each segment, where its tokens are among the N
+        spans: list[range] = []  # for each segment, the places of its tokens among the N
         ancestors: list[tuple[int, ...]] = []  # of each segment
         places: list[list[int]] = [[]] * len(rows)
 
@@ -56,28 +57,32 @@ class Pack:
             depth: int,
             path: tuple[int, ...],
         ) -> None:
-            """Lays out rows first .. last - 1 of `order`, whose first `depth` tokens are in the segments `path`."""
+            """Lays out the subtree of the rows order[first] .. order[last - 1].
+
+            The first `depth` tokens of these rows are laid out already, as the segments `path`.
+            """
             row = rows[order[first]]
-            end = min(shared[first + 1 : last], default=len(row))
-            if end > depth:
-                spans.append(range(len(tokens), len(tokens) + end - depth))
+            # The tokens that all these rows share; all tokens if it is one row.
+            common = min(shared_counts[first + 1 : last], default=len(row))
+            if common > depth:
+                spans.append(range(len(tokens), len(tokens) + common - depth))
                 ancestors.append(path)
-                tokens.extend(row[depth:end])
-                positions.extend(range(depth, end))
+                tokens.extend(row[depth:common])
+                positions.extend(range(depth, common))
                 path = (*path, len(spans) - 1)
             if last == first + 1:
-                places[order[first]] = [place for number in path for place in spans[number]]
+                places[order[first]] = [place for segment in path for place in spans[segment]]
                 return
-            # A branch begins at each row that has no more than `end` tokens in common with the row before it.
-            branches = [i for i in range(first + 1, last) if shared[i] == end]
+            # A branch begins at each row that shares no more than `common` tokens with the row before it.
+            branches = [i for i in range(first + 1, last) if shared_counts[i] == common]
             for branch_first, branch_last in pairwise([first, *branches, last]):
-                lay_out(branch_first, branch_last, depth=end, path=path)
+                lay_out(branch_first, branch_last, depth=common, path=path)
 
         if rows:
             lay_out(0, len(rows), depth=0, path=())
-        stretches = [(positions[span.start], len(span)) for span in spans]
+        stretches = [(positions[span.start], len(span)) for span in spans]  # see StretchMasks
         segments = [Segment(size=len(span), ancestors=path) for span, path in zip(spans, ancestors, strict=True)]
-        # Copied from the host without waiting for what the device is still doing.
+        # The host does not wait for what the device is still doing.
         positions_on_device = torch.tensor([positions]).to(device, non_blocking=True)
         return Pack(
             tokens=torch.tensor([tokens]),
@@ -96,7 +101,7 @@ class Pack:
         scale: float | None = None,
     ) -> Tensor:
         """See AttentionContext: q [1, H, N, D], kv [1, 2 K, N, D] -> [1, N, H D]."""
-        # Split, not sliced: the gradient of each slice is a tensor of all N tokens, nearly all of them zeros.
+        # Not slices: the gradient of each slice would be a tensor of all N tokens, nearly all of it zeros.
         sizes = [segment.size for segment in self.segments]
         queries = q.split(sizes, dim=2)
         keys_values = kv.split(sizes, dim=2)
@@ -117,24 +122,27 @@ class Pack:
         weight: Tensor,
     ) -> Tensor:
         """See AttentionContext: x [1, N, C] -> [1, N, C]."""
-        count = weight.shape[1] - 1
-        assert count <= GRANULE, "a segment that others follow has at least so many tokens"
-        values = x.split([segment.size for segment in self.segments], dim=1)
-        ends = [of_segment[:, of_segment.shape[1] - count :] for of_segment in values]
+        tokens_before = weight.shape[1] - 1  # that a convolution sees before a token
+        # A convolution never sees farther back than into the nearest ancestor, which has at least GRANULE tokens.
+        assert tokens_before <= GRANULE, "a segment that others follow has at least so many tokens"
+        segment_values = x.split([segment.size for segment in self.segments], dim=1)
+        last_values = [values[:, values.shape[1] - tokens_before :] for values in segment_values]
         outputs = []
-        for segment, of_segment in zip(self.segments, values, strict=True):
+        for segment, values in zip(self.segments, segment_values, strict=True):
             if segment.ancestors:
-                seen = torch.cat((ends[segment.ancestors[-1]], of_segment), dim=1)
+                parent = segment.ancestors[-1]
+                visible = torch.cat((last_values[parent], values), dim=1)
             else:
-                seen = preceded_by_zeros(of_segment, weight)
-            outputs.append(causal_convolution(seen, weight))
+                visible = preceded_by_zeros(values, weight)
+            outputs.append(causal_convolution(visible, weight))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
     @cached_property
     def plan(self) -> ChunkPlan:
         """How a gated delta rule runs the segments: each starts from the state at the end of its nearest ancestor."""
+        sizes = [segment.size for segment in self.segments]
         parents = [segment.ancestors[-1] if segment.ancestors else None for segment in self.segments]
-        return ChunkPlan([segment.size for segment in self.segments], parents, self.positions.device)
+        return ChunkPlan(sizes, parents, self.positions.device)
 
     def apply_delta_rule(
         self,
@@ -147,10 +155,11 @@ class Pack:
         return out[None]
 
     def predicted(self, masks: Sequence[Sequence[bool]]) -> tuple[Tensor, Tensor]:
-        """Returns the places [n] of the states that predict the tokens that the rows' masks select, and these tokens.
+        """Returns the tokens that the rows' masks select, as targets: first their states' places, then their ids.
 
-        Both are [n], in the order of rows and tokens. A row's first token is left out: no state comes before it. A
-        token that several rows share comes once for each row whose mask selects it.
+        The state that predicts a token is at the place of the token before it. Both tensors are [n], in the order of
+        rows and tokens. A row's first token is left out, as no state predicts it. A token that several rows share comes
+        once for each row whose mask selects it.
         """
         ids = self.tokens[0].tolist()
         pairs = []
@@ -159,8 +168,8 @@ class Pack:
                 if mask[t]:
                     pairs.append((row_places[t - 1], ids[row_places[t]]))
         columns = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
-        states, targets = columns.to(self.positions.device, non_blocking=True).unbind(1)
-        return states, targets
+        state_places, targets = columns.to(self.positions.device, non_blocking=True).unbind(1)
+        return state_places, targets
 
 
 def states_before(
@@ -168,7 +177,8 @@ def states_before(
 ) -> tuple[Tensor, Tensor]:
     """Runs a model over rows in one pack.
 
-    Returns the states [n, C] that predict the tokens that the rows' masks select, and these tokens [n].
+    Returns the states [n, C] that predict the tokens that the rows' masks select, and the ids [n] of these tokens. See
+    Pack.predicted.
     """
     pack = Pack.of(rows, model.head_weight.device)
     places, tokens = pack.predicted(masks)
@@ -177,9 +187,9 @@ def states_before(
 
 def states_at(hidden: Tensor, places: Tensor) -> Tensor:
     """Returns the states [n, C] at `places` [n] of a pack's `hidden` [1, N, C]; a place may come several times."""
-    # Not hidden[0, places]: several CPU threads add up the gradient of indexing in the order in which they come to it,
-    # so that two equal runs would differ in the last digits. The gradient of an embedding is added up in a fixed order,
-    # and faster.
+    # Not hidden[0, places]: in the gradient of indexing, several CPU threads add in an order that changes from run to
+    # run, so that equal runs would differ in the last digits. The gradient of an embedding has a fixed order, and is
+    # faster.
     return F.embedding(places, hidden[0])
 
 
@@ -188,15 +198,16 @@ def pack_rows(
     max_tokens: int,
     max_rows: int,
 ) -> list[list[int]]:
-    """Returns the indices of rows in packs of at most `max_rows` rows and `max_tokens` tokens.
+    """Divides rows into packs of at most `max_rows` rows and `max_tokens` tokens; returns each pack's indices of rows.
 
-    A row with more tokens is a pack of its own. Rows with a common prefix stay together.
+    A row with more than `max_tokens` tokens is a pack of its own. The order is alphabetical, so that rows with a common
+    prefix come into the same pack if they fit.
     """
-    order, shared = _sorted(rows)
+    order, shared_counts = _sorted(rows)
     packs: list[list[int]] = []
     pack_tokens = 0
-    for i, shared_tokens in zip(order, shared):
-        new_tokens = len(rows[i]) - shared_tokens
+    for i, shared_count in zip(order, shared_counts):
+        new_tokens = len(rows[i]) - shared_count
         if not packs or len(packs[-1]) == max_rows or pack_tokens + new_tokens > max_tokens:
             packs.append([])
             pack_tokens = 0
@@ -207,21 +218,21 @@ def pack_rows(
 
 
 def _sorted(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
-    """Returns the rows' indices in alphabetical order, and how many tokens each row shares with the one before it.
+    """Returns the rows' indices in alphabetical order, and how many tokens each row shares with the row before it.
 
-    In this order rows with a common prefix are neighbours, so every token of the tree is new in one row only.
+    Of the first row the count is 0. In this order rows with a common prefix are neighbours.
     """
     if not rows:
         return [], []
     order = sorted(range(len(rows)), key=rows.__getitem__)
-    shared = [common_prefix(rows[i], rows[j]) for i, j in pairwise(order)]
-    return order, [0, *shared]
+    shared_counts = [common_prefix(rows[i], rows[j]) for i, j in pairwise(order)]
+    return order, [0, *shared_counts]
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns how many tokens at their beginning two rows share in a pack, a multiple of GRANULE.
+    """Returns how many of their first tokens two rows share in a pack, rounded down to a multiple of GRANULE.
 
-    Of many rows in alphabetical order, the first and the last share what all share.
+    For the tokens that many rows share, pass the first and the last of them in alphabetical order.
     """
     equal_pairs = takewhile(lambda pair: pair[0] == pair[1], zip(first, second))
     count = sum(1 for _ in equal_pairs)

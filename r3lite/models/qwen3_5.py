@@ -1,7 +1,7 @@
 """What Qwen3.5 (`qwen3_5_text`) has of its own: layers with the gated delta rule, attention with gates, its config.
 
-In three layers of four a state (models/gated_delta.py) and a short convolution stand in place of the keys and values of
-all tokens.
+Three layers of four have no attention. They carry a state (models/gated_delta.py) and the last inputs of a short
+convolution in place of the keys and values of all tokens.
 """
 
 from dataclasses import replace
@@ -28,13 +28,13 @@ SIZES = {
 }  # fmt: skip
 HEAD_DIM = 256
 INTERVAL = 4  # every fourth layer has attention
-ROTARY_SHARE = 0.25  # the part of a head that has positions
+ROTARY_SHARE = 0.25  # the part of a head that is rotated
 KERNEL = 4  # tokens that the convolution sees
 MAX_TAPS = 16
 KEY_HEADS = 16
 VALUE_HEADS = 32
 DELTA_DIM = 128  # of a key, and of a value
-LARGEST = 1 << 12
+LARGEST = 1 << 12  # a config.json with a larger number of heads or size of a head is refused
 
 
 class GatedAttention(Attention):
@@ -42,8 +42,8 @@ class GatedAttention(Attention):
 
     def __init__(self, config: ModelConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        numbers = 2 * self.heads * self.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, numbers, bias=config.qkv_bias)
+        size = 2 * self.heads * self.head_dim  # of queries and gates
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=config.qkv_bias)
 
     def forward(
         self,
@@ -55,8 +55,8 @@ class GatedAttention(Attention):
     ) -> Tensor:
         projected = project((self.q_proj, self.k_proj, self.v_proj), x)
         projected = projected.unflatten(-1, (-1, self.head_dim))  # [B, T, 2H+2K, D]
-        q_gate, k, v = projected.split((2 * self.heads, self.kv_heads, self.kv_heads), dim=2)
-        q, gate = q_gate.unflatten(2, (-1, 2)).unbind(3)  # [B, T, H, D] each
+        q_and_gate, k, v = projected.split((2 * self.heads, self.kv_heads, self.kv_heads), dim=2)
+        q, gate = q_and_gate.unflatten(2, (-1, 2)).unbind(3)  # [B, T, H, D] each: a head's query, then its gate
         qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
         qkv = rotate_(qkv, heads=self.heads + self.kv_heads, cos=cos, sin=sin)
         q, kv = qkv.transpose(1, 2).split((self.heads, 2 * self.kv_heads), dim=1)
@@ -79,11 +79,11 @@ class GatedDeltaNet(nn.Module):
         values = self.heads.sizes[2]
         self.in_proj_qkv = nn.Linear(hidden, mixed, bias=False)
         self.in_proj_z = nn.Linear(hidden, values, bias=False)
-        self.in_proj_b = nn.Linear(hidden, self.heads.values, bias=False)
-        self.in_proj_a = nn.Linear(hidden, self.heads.values, bias=False)
+        self.in_proj_b = nn.Linear(hidden, self.heads.value_heads, bias=False)
+        self.in_proj_a = nn.Linear(hidden, self.heads.value_heads, bias=False)
         self.conv1d = nn.Conv1d(mixed, mixed, kind.taps, groups=mixed, bias=False)
-        self.dt_bias = nn.Parameter(torch.ones(self.heads.values))
-        self.A_log = nn.Parameter(torch.zeros(self.heads.values))
+        self.dt_bias = nn.Parameter(torch.ones(self.heads.value_heads))
+        self.A_log = nn.Parameter(torch.zeros(self.heads.value_heads))
         self.norm = GatedRMSNorm(self.heads.value_dim, config.rms_norm_eps)
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
@@ -94,14 +94,15 @@ class GatedDeltaNet(nn.Module):
         residual: Tensor | None,
     ) -> Tensor:
         """Returns the output for x [B, T, C], plus the residual [B, T, C] if there is one."""
-        values = self.heads.values
+        value_heads = self.heads.value_heads
         projected = project((self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a), x)
-        sizes = (sum(self.heads.sizes), self.heads.sizes[2], values, values)
-        qkv, z, strength, decay = projected.split(sizes, dim=-1)
+        sizes = (sum(self.heads.sizes), self.heads.sizes[2], value_heads, value_heads)
+        qkv, z, b, a = projected.split(sizes, dim=-1)
         qkv = F.silu(context.convolve(self.layer_idx, qkv, self.conv1d.weight[:, 0]))
+        # The decay is exp(-exp(A_log) softplus(a + dt_bias)), as in Mamba2 (arXiv 2405.21060).
         rate = self.A_log.float().exp()
-        log_decay = F.softplus(decay.float() + self.dt_bias.float()) * -rate
-        inputs = DeltaInputs(qkv, log_decay, strength.sigmoid())
+        log_decay = F.softplus(a.float() + self.dt_bias.float()) * -rate
+        inputs = DeltaInputs(qkv, log_decay, strength=b.sigmoid())
         out = context.apply_delta_rule(self.layer_idx, inputs, self.heads)  # [B, T, H D_v]
         return project((self.out_proj,), self.norm(out, z), residual)
 
@@ -116,7 +117,8 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Returns the norm of x [..., H D], head by head, gated by `gate` [..., H D]."""
-        normalized = rms_norm(x.unflatten(-1, (-1, len(self.weight))), self.weight, self.eps)
+        by_head = x.unflatten(-1, (-1, len(self.weight)))  # [..., H, D]
+        normalized = rms_norm(by_head, self.weight, self.eps)
         return F.silu(gate) * normalized.flatten(-2)
 
 
@@ -159,7 +161,7 @@ def qwen3_5_text(record: Record, config: ModelConfig) -> ModelConfig:
     if len(types) != layers:
         raise record.error(f"layer_types has {len(types)} layers, but num_hidden_layers is {layers}")
     taps = record.whole("linear_conv_kernel_dim", KERNEL, low=2, high=MAX_TAPS)
-    linear = LayerKind(rope=None, taps=taps, delta=_heads(record))
+    linear = LayerKind(rope=None, taps=taps, delta=_delta_heads(record))
     full = LayerKind(Rope(config.rope_theta, dims=_rotary_dims(record, config.head_dim)))
     return replace(
         config,
@@ -169,23 +171,30 @@ def qwen3_5_text(record: Record, config: ModelConfig) -> ModelConfig:
     )
 
 
-def _heads(record: Record) -> DeltaHeads:
+def _delta_heads(record: Record) -> DeltaHeads:
     heads = DeltaHeads(
-        keys=record.whole("linear_num_key_heads", KEY_HEADS, low=1, high=LARGEST),
-        values=record.whole("linear_num_value_heads", VALUE_HEADS, low=1, high=LARGEST),
+        key_heads=record.whole("linear_num_key_heads", KEY_HEADS, low=1, high=LARGEST),
+        value_heads=record.whole("linear_num_value_heads", VALUE_HEADS, low=1, high=LARGEST),
         key_dim=record.whole("linear_key_head_dim", DELTA_DIM, low=1, high=LARGEST),
         value_dim=record.whole("linear_value_head_dim", DELTA_DIM, low=1, high=LARGEST),
     )
-    if heads.values % heads.keys:
-        raise record.error(f"linear_num_value_heads {heads.values} is no multiple of linear_num_key_heads {heads.keys}")
+    if heads.value_heads % heads.key_heads:
+        key_heads = f"linear_num_key_heads {heads.key_heads}"
+        raise record.error(f"linear_num_value_heads {heads.value_heads} is no multiple of {key_heads}")
     return heads
 
 
 def _rotary_dims(record: Record, head_dim: int) -> int:
-    """Returns how many numbers of a head have positions; transformers 5 has their share in `rope_parameters`."""
-    records = (record.record("rope_parameters"), record.record("rope_scaling"), record)
-    share_record = next((source for source in records if "partial_rotary_factor" in source), record)
-    share = share_record.number("partial_rotary_factor", ROTARY_SHARE, low=0, high=1, above=True)
+    """Returns how many numbers of a head are rotated, from `partial_rotary_factor`, their share of `head_dim`.
+
+    The factor is in `rope_parameters` (transformers 5), in `rope_scaling`, or in the config itself.
+    """
+    source = record  # the first of three records that has the factor
+    for nested in (record.record("rope_parameters"), record.record("rope_scaling")):
+        if "partial_rotary_factor" in nested:
+            source = nested
+            break
+    share = source.number("partial_rotary_factor", ROTARY_SHARE, low=0, high=1, above=True)
     dims = int(head_dim * share)
     if dims % 2 or dims == 0:
         raise record.error(f"partial_rotary_factor {share:g} of head_dim {head_dim} is not an even number")

@@ -1,7 +1,7 @@
-"""A plain chat, without steps and search: the question is a user turn as it stands, and the model's turn is the answer,
-perhaps after a thought.
+"""Plain chats, without steps and search: the user turn is the unchanged question, the model's turn is the answer.
 
-It is no value of --format, because it has no steps. `serve` uses it in its mode `chat`.
+In a `ThinkingChat` the model's turn has a thought before the answer. --format does not offer these protocols, because
+they have no steps. `serve` uses `Chat` in its mode `chat`; [[sources]] of conversations use both.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ THOUGHT_FAULTS = {
 
 @dataclass(frozen=True)
 class Chat(Protocol):
-    """Any turn is an answer, even one that looks like a step."""
+    """Takes every turn for an answer, even a turn that looks like a step."""
 
     system: str | None = None
 
@@ -29,12 +29,12 @@ class Chat(Protocol):
     stop_strings = ()
     user_turns = True
     can_search = False
-    # No answer is requested, and after a turn that was cut off none is forced.
+    # A chat has no forced answers, so it needs no request for them and no heading.
     answer_request = ""
     answer_heading = ""
 
     def quoted(self, text: str) -> str:
-        return text  # a chat has no markup that a text could imitate, so the text keeps its lines
+        return text  # unchanged, with its line breaks: a chat has no markup that a text could imitate
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         answer = text.strip()
@@ -50,7 +50,7 @@ class Chat(Protocol):
 class ThinkingChat(Chat):
     """A chat whose turn is a thought between <think> and </think>, then the answer (DeepSeek-R1, arXiv 2501.12948).
 
-    Without </think> there is no answer: it cannot be separated from the thought.
+    A turn without </think> has no answer, because the answer cannot be told from the thought.
     """
 
     faults = THOUGHT_FAULTS

@@ -1,7 +1,7 @@
-"""A model folder's chat template, rendered as transformers renders it, and read for the markup that it writes.
+"""The chat template of a model folder: renders chats as transformers does, and finds the markup around the messages.
 
-Templates come from downloaded files, so they run in Jinja's sandbox, in a process with limits (rendering.py). Knows no
-tokens.
+Templates come from downloaded files, so they run in Jinja's sandbox, in a process with limits (rendering.py). This file
+knows text, but no tokens.
 """
 
 import json
@@ -16,20 +16,22 @@ REMEDY = "Use a model with a supported chat template, such as an instruct model.
 ROLES = ("system", "user", "assistant")
 THINK = "<think>"
 THOUGHT_END = "</think>"
-EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")
-# Tags of transformers around what the assistant wrote; they do not change the text.
+EMPTY_THOUGHT = re.compile(rf"{THINK}\s*{THOUGHT_END}\s*$")  # at the end of a text
+# The tags {% generation %} and {% endgeneration %}, with which templates mark what the assistant wrote. Jinja does not
+# know them, and they do not change the text.
 GENERATION = re.compile(r"({%[-+]?\s*)(end)?generation(\s*[-+]?%})")
-CLOCK = "strftime_now"  # a function of transformers and llama.cpp: today's date in the format of its argument
-DAY = date(2024, 7, 26)  # the date of all prompts here: that of Llama 3.2's template if it has no clock
-PLACE = "\ue000"  # stands for a content in a rendered chat; texts have no characters of the private area
+CLOCK = "strftime_now"  # a template function of transformers and llama.cpp: today's date in the format of its argument
+DAY = date(2024, 7, 26)  # replaces today's date in all prompts; Llama 3.2's template has this date if there is no clock
+# Stands for the content of a message in a rendered chat. It is in Unicode's private area, which real texts do not use.
+PLACE = "\ue000"
 NUMBERED_PLACE = re.compile("\ue000[0-9]+\ue001")
 
 
 class ChatTemplate:
-    """Renders chats, and tells what a chat template writes before, between and after the contents of messages.
+    """Renders chats, and returns what a chat template writes before, between and after the contents of messages.
 
-    `thinking` is the template's `enable_thinking`; None: not set, as other programs leave it. `source` is the template
-    with the date of DAY in place of today's, and `has_clock` says that the folder's template asks for today's.
+    `source` is the text of the template, with the date DAY in place of today's. `has_clock` says whether the template
+    of the folder asks for today's date.
     """
 
     def __init__(
@@ -40,33 +42,35 @@ class ChatTemplate:
         thinking: bool | None = False,
         day: date | None = None,
     ):
-        """`tokens` are the special tokens that a template may name, such as `bos_token`; `where`, the file of the
-        template, is for errors.
+        """Reads the template `source` of the file `where`, which error messages name.
 
-        With a `day` the template is not changed, and its clock says that day: other programs render it like this, with
-        today's date.
+        `tokens` are the special tokens that a template may use, such as `bos_token`, by name. `thinking` is the value
+        of the template's variable `enable_thinking`; None: the variable is not set, as other programs leave it.
+
+        With a `day` the template is not changed, and its clock returns this day. Other programs render the template in
+        this way, with today's date.
         """
         self.source = source
         if day is None:
             self.source = without_clock(source)
         self.where = where
         self.has_clock = CLOCK in source
-        self._gaps: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}
+        self._gaps: dict[tuple[tuple[str, ...], bool], tuple[str, ...]] = {}  # results of `gaps` by (roles, prompt)
         self._day = day
         self.variables: dict = {"documents": None}
         if thinking is not None:
             self.variables["enable_thinking"] = thinking
         self.variables |= tokens or {}
-        self._source = GENERATION.sub(_condition, self.source)
+        self._jinja_source = GENERATION.sub(_condition, self.source)
         unreadable = f"{where}: the chat template cannot be read"
         with (
             explained(LimitExceeded, unreadable, REMEDY, code="template-limit"),
             explained(RenderError, unreadable, REMEDY, code="template-unreadable"),
         ):
-            self._render(None)
+            self._render(None)  # only parses the template
 
     def render(self, messages: Sequence[Mapping], prompt: bool = False, tools: Sequence[Mapping] = ()) -> str:
-        """Returns the text of a conversation; with `prompt`, up to where the assistant's next turn begins.
+        """Returns the text of a conversation. With `prompt` it ends with the markup that begins an assistant turn.
 
         Raises R3LiteError if the template refuses the conversation, or needs too much time or memory for it.
         """
@@ -88,10 +92,12 @@ class ChatTemplate:
         day = None
         if self._day:
             day = self._day.isoformat()
-        return RENDERER.render(self._source, variables, day)
+        return RENDERER.render(self._jinja_source, variables, day)
 
     def gaps(self, roles: tuple[str, ...], prompt: bool = False) -> tuple[str, ...]:
-        """Returns the texts around the contents of messages of these roles: one more than there are roles.
+        """Returns the texts before, between and after the contents of messages of these roles: len(roles) + 1 texts.
+
+        With `prompt` the last text ends with the markup that begins an assistant turn.
 
         Raises R3LiteError if the template does not write each content once, and in order.
         """
@@ -108,9 +114,11 @@ class ChatTemplate:
             self._gaps[roles, prompt] = tuple(gaps)
         return self._gaps[roles, prompt]
 
-    def earlier(self, reply: str) -> str:
-        """Returns the text that the template writes of an assistant's reply that a user message follows: perhaps
-        without its thought."""
+    def earlier_reply(self, reply: str) -> str:
+        """Returns the text that the template writes for an assistant's reply if a user message follows it.
+
+        Some templates leave out the thought of such a reply.
+        """
         if THOUGHT_END not in reply:
             return reply
         start, to_reply, to_user, end = self.gaps(("user", "assistant", "user"))
@@ -121,15 +129,15 @@ class ChatTemplate:
     def trims(self, role: str) -> bool:
         """Returns whether the template removes spaces around the contents of a role's messages."""
         content = f"\t{PLACE}\t"
-        number = 0
+        index = 0  # of the message that has the role
         if role == "system":
             messages = [_message(role, content), _message("user", content)]
         else:
-            messages = [_message(each, content) for each in ("user", "assistant", "user")]
+            messages = [_message(role_in_turn, content) for role_in_turn in ("user", "assistant", "user")]
             if role == "assistant":
-                number = 1
+                index = 1
         contents = re.findall(f"\t?{PLACE}\t?", self.render(messages))
-        return contents[number] != content
+        return contents[index] != content
 
 
 def _message(role: str, content: str) -> dict[str, str]:
@@ -137,9 +145,10 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def without_clock(source: str) -> str:
-    """Returns a template that writes the date of DAY, whatever program renders it, and the same prompt every day.
+    """Returns the template with fixed dates, so that every program renders the same prompt on every day.
 
-    Where a template asks whether there is a clock, the answer is no; it then writes a date of its own, as Llama 3.2's.
+    A call of the clock becomes the date DAY. A test whether there is a clock becomes false; the template then writes a
+    date of its own, as Llama 3.2's does.
     """
     source = re.sub(rf"\b{CLOCK} is defined\b", "false", source)
     source = re.sub(rf"\b{CLOCK} is not defined\b", "true", source)
@@ -151,7 +160,7 @@ def without_clock(source: str) -> str:
 
 
 def _condition(tag: re.Match) -> str:
-    """Returns the tag of a condition that always holds in place of a `generation` tag."""
+    """Returns the tag that replaces a `generation` tag: that of a condition that is always true."""
     opening, is_end, closing = tag.groups()
     if is_end:
         return f"{opening}endif{closing}"

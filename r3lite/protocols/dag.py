@@ -1,14 +1,14 @@
 """A plan of searches, and then its nodes: `--format dag`.
 
 The first turn of the model is a plan (plan.py). Its nodes are searched level by level, those of a level in one batch.
-The documents are given to the model, which writes the answers of these nodes in a short turn; the answers are filled
-into the queries of the next level. After the last level the same turn has the final answer:
+After each level the model gets the documents, and writes the answers of the level's nodes in a short turn; the answers
+are filled into the queries of the next level. After the last level this turn also has the final answer:
 
     A: Ann Dahl
     B: Oslo
     The final answer: Oslo
 
-In a step, `analysis` is the plan or the answers of the nodes, as written; the searches follow from them.
+In a step, `analysis` is the plan or the answers of the nodes, as written; the searches follow from plan and answers.
 """
 
 import re
@@ -37,7 +37,7 @@ FAULTS = {
 ANSWER = Headings().answer
 ANSWER_LINE = re.compile(rf"^[ \t]*{ANSWER}", re.MULTILINE)
 DOCUMENTS = "The retrieval documents of"
-LINE = re.compile(r"[ \t]*([A-Za-z]\w{0,15})[ \t]*:[ \t]*(.*?)[ \t]*")
+NODE_ANSWER = re.compile(r"[ \t]*([A-Za-z]\w{0,15})[ \t]*:[ \t]*(.*?)[ \t]*")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Dag(Protocol):
     """
 
     init_prompt: str
-    step_prompt: str  # gives documents; has {documents} and may have {request}, what is to be written next
+    step_prompt: str  # has {documents} and may have {request}, which says what to write next
     limits: Limits = Limits()
     system: str | None = None
 
@@ -90,7 +90,7 @@ class Dag(Protocol):
         searches = steps[-1].searches
         nodes = levels[len(steps) - 1]
         documents = render_each([f"{DOCUMENTS} {node.name}:" for node in nodes], searches)
-        queries = {}  # by the beginnings of the lines that are to be written
+        queries = {}  # by the beginning of the line that is to answer it
         for node, search in zip(nodes, searches, strict=True):
             queries[f"{node.name}:"] = one_line(search.query)
         if len(levels) == len(steps):
@@ -120,7 +120,7 @@ class Dag(Protocol):
         return "Write that now, and nothing else."
 
     def first_search(self, question: str) -> Step:
-        """Returns a plan of one node, whose query has no braces, which would be references; `?` if nothing is left."""
+        """Returns the step of a plan of one node: the question without braces, which would be references to nodes."""
         node = Node("A", re.sub(r"[{}]", "", question).strip() or "?")
         return Step(SearchPlan((node,)).text(), (Search(question, kind=node.kind),))
 
@@ -136,10 +136,10 @@ class Dag(Protocol):
         ]
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        """Reads a plan, or the answers of the nodes that were searched last; faults are named in the step.
+        """Reads a plan if there is no earlier step, else the answers of the nodes that were searched last.
 
-        A plan that is not valid has no searches, so the episode ends with it. Answers are used in spite of faults as
-        long as the queries of the next level can be filled.
+        The faults are named in the step. The step of an invalid plan has no searches, so the episode ends with it.
+        Answers with faults are used nevertheless if all queries of the next level can be filled.
         """
         text = text.strip()
         if earlier:
@@ -156,33 +156,35 @@ class Dag(Protocol):
         The step searches the next level or, if there is none, has the final answer.
         """
         levels = self._plan(earlier).levels
-        done = len(earlier)
+        searched_levels = len(earlier)
+        last_level = levels[searched_levels - 1]
         body, *final_texts = ANSWER_LINE.split(text)
-        answers, faults = _read_answers(body, levels[done - 1])
+        answers, faults = _read_answers(body, last_level)
         step = Step(body.strip(), faults=tuple(faults))
         if final_texts:
-            faults += faults_if(early_answer=done < len(levels))
+            faults += faults_if(early_answer=searched_levels < len(levels))
             return _with_final(replace(step, faults=tuple(faults)), final_texts)
-        if done == len(levels):
+        if searched_levels == len(levels):
             return replace(step, faults=(*faults, "no_final_answer"))
-        faults += faults_if(missing_answer=len(answers) < len(levels[done - 1]))
-        for level, earlier_step in zip(levels, earlier[1:]):
+        faults += faults_if(missing_answer=len(answers) < len(last_level))
+        for level, earlier_step in zip(levels, earlier[1:]):  # step 1 is the plan, step 2 answers level 1, ...
             earlier_answers, _ = _read_answers(earlier_step.analysis, level)
             answers |= earlier_answers
-        needed = {name for node in levels[done] for name in node.references}
+        next_level = levels[searched_levels]
+        needed = {name for node in next_level for name in node.references}
         if needed <= answers.keys():
-            searches = plan.searches_of(levels[done], answers)
+            searches = plan.searches_of(next_level, answers)
             faults += faults_if(repeated_query=any(asked_before(search.query, earlier) for search in searches))
             step = replace(step, searches=searches)
         return replace(step, faults=tuple(dict.fromkeys(faults)))
 
     def _plan(self, steps: Sequence[Step]) -> SearchPlan:
-        """Returns the plan of an episode's first step, of any size: the model need not have written it."""
-        return plan.read(steps[0].analysis, Limits(sys.maxsize, sys.maxsize))
+        """Returns the plan of an episode's first step, of any size: a demonstration may exceed the model's limits."""
+        return plan.read(steps[0].analysis, Limits(nodes=sys.maxsize, words=sys.maxsize))
 
 
 def _read_answers(text: str, nodes: Sequence[Node]) -> tuple[dict[str, str], list[str]]:
-    """Returns the answers of nodes, by their names, and the faults of the lines that they are written in."""
+    """Returns the answers of nodes, by the nodes' names, and the faults of the text."""
     names = {node.name for node in nodes}
     answers: dict[str, str] = {}
     faults: list[str] = []
@@ -191,7 +193,7 @@ def _read_answers(text: str, nodes: Sequence[Node]) -> tuple[dict[str, str], lis
             continue
         name = None
         answer = ""
-        match = LINE.fullmatch(line)
+        match = NODE_ANSWER.fullmatch(line)
         if match:
             name, answer = match.groups()
         if name not in names:
@@ -206,9 +208,12 @@ def _read_answers(text: str, nodes: Sequence[Node]) -> tuple[dict[str, str], lis
 
 
 def _with_final(step: Step, final_texts: Sequence[str]) -> Step:
-    """Returns the step with its final answer, which is one line; `final_texts` are the texts after its headings."""
+    """Returns the step with its final answer, which is one line; without an answer if there are several or it is blank.
+
+    `final_texts` has the text after each heading of a final answer in the turn.
+    """
     line, _, more_lines = final_texts[0].strip(" \t").partition("\n")
-    is_repeated = len(final_texts) > 1  # then it is not clear which answer is meant
+    is_repeated = len(final_texts) > 1
     faults = faults_if(
         text_outside_answers=more_lines.strip(),
         repeated_answer=is_repeated,

@@ -2,7 +2,7 @@
 
 A `Layout` appends the prompt, the documents and the headings of forced answers to a transcript, and decides after each
 turn how the episode goes on. The text comes from a protocol; the turns are written by a model or taken from a
-trajectory. No text is decoded and encoded again.
+trajectory. The tokens of a turn stay as they are: they are never decoded and encoded again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,17 +22,17 @@ from r3lite.settings import LengthSettings
 
 @dataclass(frozen=True)
 class Opening:
-    """How an episode begins. In some baselines we make the first search or write the answer's heading for the model."""
+    """How an episode begins. In baselines the layout may search, or write the heading of the answer, for the model."""
 
-    # If plain, the protocol is PlainAnswer (protocols/registry.py): one user turn, with the documents, if any, and the
-    # question.
+    # The protocol is PlainAnswer (protocols/registry.py): a single user turn has the question, below its documents if
+    # there are any.
     plain: bool = False
-    retrieves_first: bool = False  # documents are retrieved before the first turn; the question itself is the query
+    retrieves_first: bool = False  # the question itself is the first query, before the first turn of the model
     forces_answer: bool = False  # the first turn begins with the heading of an answer
 
 
-# By the values of --baseline. `gold` opens as `rag` does, but with another retriever, that of the gold paragraphs: see
-# EvaluateSettings.implied.
+# By the value of --baseline. `gold` opens as `rag` does; it differs by its retriever, which returns the gold paragraphs
+# (EvaluateSettings.implied).
 OPENINGS = {
     "none": Opening(),
     "rag": Opening(plain=True, retrieves_first=True),
@@ -45,7 +45,7 @@ OPENINGS = {
 
 @dataclass
 class Layout:
-    """Lays out the episodes of a protocol in tokens, within the limits of `lengths`."""
+    """Lays out the episodes of a protocol in tokens, within the limits that `lengths` sets."""
 
     tokenizer: Tokenizer
     protocol: base.Protocol
@@ -63,28 +63,34 @@ class Layout:
             self.tokenizer.check_thinking()
 
     def prompt(self, text: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
-        """Returns the tokens of the prompt with a question's text, after the `earlier` messages of a conversation."""
-        opening = self.protocol.opening(self.protocol.quoted(text))
+        """Returns the tokens of the prompt: all that comes before the model's first turn, without documents.
+
+        The last message of the prompt has the procedure, if there is one, and the question's `text`. The `earlier`
+        messages of a conversation stand before it.
+        """
+        message = self.protocol.question_message(self.protocol.quoted(text))
         if procedure:
-            opening = f"{procedure}\n\n{opening}"
+            message = f"{procedure}\n\n{message}"
         return self.tokenizer.open_chat(
-            opening,
+            message,
             system=self.protocol.system,
             earlier=earlier,
             shots=self.protocol.shots,
         )
 
     def open(self, transcript: Transcript) -> None:
-        """Appends what comes before the model's first turn, as far as it is known, to an empty transcript.
+        """Begins an empty transcript. What is appended depends on the opening:
 
-        Without `retrieves_first`: the prompt, and with `forces_answer` the heading of the answer. If there is then no
-        room for an answer, the transcript is finished: CUT_OFF.
-        With `retrieves_first`: the prompt and a step whose queries are `pending`. `splice` appends their documents.
-        With `retrieves_first` and `plain`: only the step. `splice` appends the prompt, which contains the documents.
+        - Without `retrieves_first`: the prompt, and with `forces_answer` the heading of the answer. If there is no room
+          for this heading and an answer, the transcript is finished: CUT_OFF.
+        - With `retrieves_first`: the prompt, then a first step whose search is `pending`. `splice` appends the
+          documents.
+        - With `retrieves_first` and `plain`: no tokens; the first step is added. `splice` appends the prompt, which has
+          the documents in it.
         """
         question = transcript.question
         prompt = self.prompt(question.text, question.earlier, question.procedure)
-        self.check_room(question, prompt)  # also if the prompt is appended later, with documents
+        self.check_room(question, prompt)  # even where `splice` appends the prompt later
         if not self.opening.retrieves_first:
             transcript.observe(prompt)
             if self.opening.forces_answer:
@@ -95,8 +101,8 @@ class Layout:
             transcript.observe(prompt)
             text = self.protocol.render(first_step, 1)
             transcript.observe(self._thoughts.encode_turn(transcript.tokens, text))
-        # In a plain chat there is no token yet: the step's end is -1. Nothing reads it: the ends of steps are for
-        # training (rewards, expansions), which has no baselines.
+        # In a plain chat there is no token yet, so the step's end is -1. Nothing reads this end: only training
+        # (rewards, expansions) reads the ends of steps, and training has no baselines.
         transcript.add_step(first_step)
         transcript.pending = first_step.searches
 
@@ -104,17 +110,17 @@ class Layout:
         """Raises R3LiteError if a prompt leaves no room for an answer."""
         if len(prompt) + ANSWER_ROOM > self.lengths.max_length:
             limit = f"--max-length {self.lengths.max_length} leaves no room for an answer"
-            remedy = "Raise --max-length, shorten the prompt file, or remove the question."
             raise R3LiteError(
                 f"question {question.id} and its prompt have {len(prompt)} tokens; {limit}",
-                remedy,
+                "Raise --max-length, shorten the prompt file, or remove the question.",
                 code="prompt-too-long",
             )
 
     def turn_is_over(self, transcript: Transcript) -> bool:
         """Returns whether the last token ends the current turn: by the stop token, a stop string or a limit.
 
-        A stop string in an open thought is a quotation, unless the thought is part of the format.
+        A stop string inside an open thought does not end the turn, because the model only quotes it there. If the
+        protocol's format itself has thoughts (`Protocol.thinks`), every stop string ends the turn.
         """
         turn = transcript.turn
         if len(turn) >= self.lengths.max_new_tokens or len(transcript.tokens) >= self.lengths.max_length:
@@ -126,14 +132,15 @@ class Layout:
         return self.protocol.thinks or not self._thoughts.is_open(transcript.tokens, transcript.turn_start)
 
     def close_turn(self, transcript: Transcript) -> None:
-        """Parses the finished turn into a step and adds it.
+        """Parses the finished turn into a step, and decides how the transcript goes on.
 
-        Then the transcript is finished, or has `pending` queries, or goes on with a turn for a forced answer. After a
-        last turn (`Transcript.is_last_turn`) it is finished.
+        The step is added to the transcript, which is then finished or has `pending` searches. Or a turn for a forced
+        answer begins, and the step is added with this answer. After a last turn (`Transcript.is_last_turn`) the
+        transcript is always finished.
         """
         text = self.turn_text.read(transcript)
-        # The model ended the turn by the stop token, or with a text that is whole by the protocol's rule, such as at a
-        # stop string. Otherwise a limit cut the turn off.
+        # The model ended the turn if it wrote the stop token, or if the text is complete by the protocol's rule, such
+        # as at a stop string. Otherwise a limit cut the turn off.
         ended_by_model = transcript.tokens[-1] == self.tokenizer.stop_id or self.protocol.is_whole(text)
         if transcript.forced_step is not None:
             self._close_answer(transcript, text, ended_by_model)
@@ -143,10 +150,10 @@ class Layout:
             self._close_cut_off(transcript, text)
 
     def _close_step(self, transcript: Transcript, step: Step) -> None:
-        """Adds the step of a turn that the model ended, or forces its answer if the episode may not search any more."""
+        """Adds the step of a turn that the model ended. If the step searches after --max-hops, forces an answer."""
         searching_steps = [earlier_step for earlier_step in transcript.steps if earlier_step.searches]
-        # --end-at-idle-query ends an episode at a blank or repeated query. Blank queries need no check here: a step
-        # with only blank queries has no searches.
+        # --end-at-idle-query ends an episode at a blank or repeated query. Only repeated queries are checked here: a
+        # step with nothing but blank queries has no searches, and ends the episode anyway.
         ends_at_repeated_query = self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults
         if step.answer is not None:
             step = replace(step, faults=(*step.faults, *self._faults_of_answer(step.answer, transcript)))
@@ -159,17 +166,17 @@ class Layout:
             transcript.pending = step.searches
         else:
             self._force_answer(transcript, step, base.ANSWER_WAS_FORCED)
-            return  # the step is added with its answer
+            return  # _close_answer adds the step, with its answer
         transcript.add_step(step)
 
     def _close_cut_off(self, transcript: Transcript, text: str) -> None:
         """Closes a turn that a limit cut off: forces an answer after its text, or ends the episode as CUT_OFF.
 
-        An answer can be forced if the model has not begun to write one (`Protocol.heading_after_cut_off`), and not
-        after a last turn.
+        No answer is forced after a last turn, or if the model has begun to write an answer
+        (`Protocol.heading_after_cut_off`).
         """
         step = self.protocol.parse(text, transcript.steps)
-        # Faults of an unfinished text mean nothing, so TURN_CUT_OFF takes their place.
+        # TURN_CUT_OFF replaces the faults that `parse` reports: in an unfinished text they mean nothing.
         step = replace(step, searches=(), answer=None, faults=(base.TURN_CUT_OFF,))
         heading = self.protocol.heading_after_cut_off(text, transcript.steps)
         if heading is not None and not transcript.is_last_turn:
@@ -179,9 +186,10 @@ class Layout:
         transcript.add_step(step)
 
     def _close_answer(self, transcript: Transcript, text: str, ended_by_model: bool) -> None:
-        """Adds the forced step with the turn's answer, and ends the episode.
+        """Adds the step whose answer was forced, with the answer of this turn, and ends the episode.
 
-        A turn that a limit cut off (not `ended_by_model`) has no answer. Nor has a turn that only repeats our request.
+        The step gets no answer if a limit cut the turn off (not `ended_by_model`), or if the turn only repeats the
+        request for an answer.
         """
         forced_step = transcript.forced_step
         step = self.protocol.read_answer(text, transcript.steps)
@@ -189,7 +197,7 @@ class Layout:
         faults = [*forced_step.faults, *step.faults]
         answer = None
         if not ended_by_model:
-            # Faults of an unfinished text mean nothing.
+            # `step.faults` are left out: in an unfinished text they mean nothing.
             faults = [*forced_step.faults, base.TURN_CUT_OFF]
             transcript.finish = CUT_OFF
         elif repeats_request or step.answer is None:
@@ -200,12 +208,13 @@ class Layout:
             transcript.finish = ANSWERED
         transcript.closed_forced_step = forced_step
         transcript.forced_step = None
+        # Each fault once.
         transcript.add_step(replace(forced_step, answer=answer, faults=tuple(dict.fromkeys(faults))))
 
     def _faults_of_answer(self, answer: str, transcript: Transcript) -> list[str]:
-        """Returns the fault of an answer that was copied from the worked example; nothing otherwise.
+        """Returns the fault COPIED_EXAMPLE if an answer was copied from the prompt's worked example, else no fault.
 
-        A model that was not trained on the format may copy it, and the copy looks like an answer.
+        A model that was not trained on the format may copy the example's answer, and the copy looks like an answer.
         """
         texts = [transcript.question.text]
         for step in transcript.steps:
@@ -215,21 +224,22 @@ class Layout:
         return []
 
     def splice(self, transcript: Transcript, documents: Sequence[Sequence[Document]]) -> None:
-        """Appends the documents of the pending queries, one list per query.
+        """Appends the documents of the pending searches, one list per search, cut so that they fit.
 
-        If no documents fit, it forces an answer, or raises R3LiteError in a plain chat.
+        If not even one document per search fits, forces an answer; in a plain chat, raises R3LiteError.
         """
         transcript.pending = ()
         step, observation = self.observations.fit(transcript, documents, self.lengths)
         transcript.steps[-1] = step
-        if observation is None:  # not even one short document per query fits
+        if observation is None:  # nothing fits
             if self.opening.plain:
-                cause = (
+                raise R3LiteError(
                     f"--max-length {self.lengths.max_length} has no room for "
-                    f"question {transcript.question.id} with a document and an answer"
+                    f"question {transcript.question.id} with a document and an answer",
+                    "Raise --max-length, or lower --max-new-tokens.",
+                    code="length-too-small",
                 )
-                raise R3LiteError(cause, "Raise --max-length, or lower --max-new-tokens.", code="length-too-small")
-            # The step is removed here, and added again with its answer.
+            # The step is removed here; _close_answer adds it again, with its answer.
             transcript.steps.pop()
             transcript.step_ends.pop()
             self._force_answer(transcript, step, base.NO_ROOM)
@@ -239,19 +249,19 @@ class Layout:
             self._begin_answer(transcript)
 
     def lay_out(self, question: Question, steps: Iterable[Step], document_tokens: int) -> Transcript:
-        """Returns the transcript of an episode in which the model wrote `steps`.
+        """Returns the transcript of an episode as if the model had written `steps`, for SFT.
 
-        The text of each document is cut to `document_tokens` tokens. Earlier messages and the procedure of the question
-        are left out; if it has neither, the tokens equal those of a rollout with the same text. The limits of `lengths`
-        are not applied.
+        The text of each document is cut to `document_tokens` tokens. The limits of `lengths` are not applied. The
+        question's earlier messages and procedure are left out; if the question has neither, the tokens equal those of a
+        rollout with the same text.
         """
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))
         for step in steps:
             text = self.protocol.render(step, len(transcript.steps) + 1)
             turn = self._thoughts.encode_turn(transcript.tokens, text)
-            # Without `user_turns` the documents follow inside the assistant turn: a step that searches ends with a stop
-            # string, without a stop token.
+            # Without `user_turns` the documents follow inside the same assistant turn: a step that searches ends with a
+            # stop string, and no stop token follows.
             ends_at_stop_string = not self.protocol.user_turns and text.endswith(self.protocol.stop_strings)
             if not ends_at_stop_string:
                 turn = [*turn, self.tokenizer.stop_id]
@@ -263,9 +273,9 @@ class Layout:
         return transcript
 
     def _force_answer(self, transcript: Transcript, step: Step, fault: str) -> None:
-        """Begins a last turn for the answer of `step`, after the protocol's request for an answer.
+        """Begins a turn for the forced answer of `step`, after the protocol's request for an answer.
 
-        The step keeps its analysis, loses its queries and gets the `fault`.
+        The step keeps its analysis, loses its searches and gets the `fault`.
         """
         request = self.observations.turn_end(transcript) + self.observations.of_text(self.protocol.answer_request)
         step = replace(step, searches=(), faults=(*step.faults, fault))
@@ -278,16 +288,20 @@ class Layout:
         request: Sequence[int] = (),
         heading: str | None = None,
     ) -> None:
-        """Appends `request` and the heading of a forced answer; if no answer fits, the episode is CUT_OFF.
+        """Begins a turn for a forced answer: appends `request` and `heading`, and sets `forced_step`.
 
-        `step` gets the answer; None: an empty step, for a baseline. A `request` ends the current message and asks for
-        the answer in a new one; without it, the answer continues the current message. By default the heading is the
-        protocol's; an open thought is ended before it. The turn, which is what the model samples, begins behind the
-        heading, also within a message (`Transcript.observe`).
+        If the heading and one token of an answer do not fit, the episode is finished instead: CUT_OFF. A `step` is then
+        added without an answer.
+
+        `step`: the step that gets the answer; None: an empty step, in a baseline.
+        `request`: tokens that end the current message, ask for the answer and open a new message; empty: the heading
+        continues the current message.
+        `heading`: the text before the answer; None: the protocol's `answer_prefix`. A thought that is open where the
+        heading belongs is ended first.
         """
         if heading is None:
-            heading = self.protocol.answer_opening(len(transcript.steps) + 1)
-        closing_text = self._thoughts.end_before_answer(transcript.tokens, request, transcript.turn_start)
+            heading = self.protocol.answer_prefix(len(transcript.steps) + 1)
+        closing_text = self._thoughts.closing_text_before_answer(transcript.tokens, request, transcript.turn_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]
         if len(transcript.tokens) + len(observation) >= self.lengths.max_length:
             transcript.finish = CUT_OFF

@@ -1,6 +1,7 @@
-"""Text in tags: finds the blocks of a turn and what is wrong with them, and quotes text that must not make blocks.
+"""Text in tags: finds the blocks of a turn and their faults, and quotes text in which tags must have no effect.
 
-Knows neither the names of tags nor what a block means.
+Each tag has two ends, an opening one such as `<search>` and a closing one such as `</search>`. This module knows
+neither the names of tags nor what a block means.
 """
 
 import re
@@ -26,7 +27,7 @@ class Tag:
     closing: str
 
     def around(self, text: str) -> str:
-        """Returns a block. Its spaces keep tag and text apart: in `<answer>Tokyo` one token would span both."""
+        """Returns a block with the text. The spaces keep both ends apart from it: a token might span `>Tokyo`."""
         return f"{self.opening} {text} {self.closing}"
 
 
@@ -36,7 +37,7 @@ class Block:
 
     tag: Tag
     text: str
-    closed: bool  # by its own closing tag
+    closed: bool  # whether the tag that follows is the block's own closing tag
 
 
 @dataclass(frozen=True)
@@ -47,24 +48,26 @@ class Markup:
     any_case: bool = False
 
     def read(self, text: str) -> tuple[list[Block], list[str]]:
-        """Returns the blocks of a text in order, and the faults of its tags; text that is in no tag is in no block."""
-        outside, *contents = self._ends.split(text)
+        """Returns the blocks of a text in order, and the faults of its tags. Text outside of tags is in no block."""
+        preamble, *contents = self._ends.split(text)  # the text before the first end, and after each end
         meanings = self._meanings_in(text)
         blocks = []
-        faults = faults_if(text_outside_tags=outside.strip())
+        faults = faults_if(text_outside_tags=preamble.strip())
         for i, (tag, opens) in enumerate(meanings):
             content = contents[i].strip()
             if not opens:
                 is_open = i > 0 and meanings[i - 1] == (tag, True)
                 faults += faults_if(unopened_tag=not is_open, text_outside_tags=content)
                 continue
-            following = None
+            next_tag = None
+            next_opens = False
             if i + 1 < len(meanings):
-                following = meanings[i + 1]
-            blocks.append(Block(tag, content, closed=following == (tag, False)))
-            if blocks[-1].closed:
+                next_tag, next_opens = meanings[i + 1]
+            is_closed = next_tag == tag and not next_opens
+            blocks.append(Block(tag, content, is_closed))
+            if is_closed:
                 continue
-            if following and following[1]:
+            if next_opens:
                 faults.append("nested_tag")
             else:
                 faults.append("unclosed_tag")
@@ -75,24 +78,25 @@ class Markup:
         return {tag for tag, _ in self._meanings_in(text)}
 
     def is_open(self, tag: Tag, text: str) -> bool:
-        """Returns whether a text opens a tag oftener than it closes it."""
+        """Returns whether a text opens a tag more often than it closes the tag."""
         meanings = self._meanings_in(text)
         return meanings.count((tag, True)) > meanings.count((tag, False))
 
     def quoted(self, text: str) -> str:
-        """Returns text from outside on one line, with U+2039 for the `<` of every tag in it, whatever the tag's letter
-        case.
+        """Returns text of others, such as a document, on one line, so that the protocol's tags have no effect in it.
 
-        All else stays, so that a reader sees what the text said; other angle brackets are text.
+        U+2039 replaces the `<` of these tags in any letter case. All else stays, also other angle brackets, so that a
+        reader sees what the text said.
         """
         return self._ends_in_any_case.sub(lambda end: "\u2039" + end[0][1:], one_line(text))
 
     def _meanings_in(self, text: str) -> list[tuple[Tag, bool]]:
-        """Returns the meaning of each end of a tag in a text, in order: see `_meanings`."""
+        """Returns the tag of each end in a text, in order, and whether the end opens the tag."""
         return [self._meanings[end.lower()] for end in self._ends.findall(text)]
 
     @cached_property
     def _ends(self) -> re.Pattern:
+        """Matches an end of a tag of the protocol, as `any_case` says."""
         if self.any_case:
             return self._ends_in_any_case
         return re.compile(self._ends_in_any_case.pattern)
@@ -104,7 +108,7 @@ class Markup:
 
     @cached_property
     def _meanings(self) -> dict[str, tuple[Tag, bool]]:
-        """The tag that each end belongs to, and whether the end opens it; an end that does both counts as opening."""
+        """By an end in lower case: its tag, and whether it opens the tag; an end that also closes a tag opens one."""
         closing = {tag.closing.lower(): (tag, False) for tag in self.tags}
         opening = {tag.opening.lower(): (tag, True) for tag in self.tags}
         return closing | opening

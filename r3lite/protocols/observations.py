@@ -1,4 +1,4 @@
-"""The observations of an episode in tokens: what follows the model's turns, with documents cut to fit."""
+"""The observations of an episode in tokens: the documents and requests after the model's turns, cut to fit."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,10 +31,10 @@ class Observations:
     ) -> tuple[Step, list[int] | None]:
         """Cuts documents, then drops them from the end, until a whole turn and a forced answer fit after them.
 
-        Returns the last step with its cut documents, and the tokens to append; or the step without documents and None,
-        if not even one document per query fits.
+        `documents` has a list for each query of the last step. Returns the last step with its cut documents, and the
+        tokens to append; or the step without documents and None, if not even one document per query fits.
         """
-        heading = self.thoughts.end(self.tokenizer.opening) + self.protocol.answer_opening(1)
+        heading = self.thoughts.closing_text(self.tokenizer.generation_prompt) + self.protocol.answer_prefix(1)
         request_length = len(self.of_text(self.protocol.answer_request))
         heading_length = len(self.tokenizer.encode_written(heading))
         reserved = lengths.max_new_tokens + request_length + heading_length + ANSWER_ROOM
@@ -50,33 +50,39 @@ class Observations:
             if limit // 2 >= LEAST_DOCUMENT:
                 limit //= 2
                 continue
-            longest = max(by_query, key=len)
-            if len(longest) <= 1:
+            most_documents = max(by_query, key=len)
+            if len(most_documents) <= 1:
                 return last, None
-            longest.pop()
+            most_documents.pop()
 
     def cut(self, step: Step, documents: Sequence[Sequence[Document]], max_tokens: int) -> Step:
-        """Returns the step with these documents, one list per query, their titles and texts cut."""
+        """Returns the step with these documents, one list per query, cut: the texts to `max_tokens`, and the titles."""
+        cut_documents = []
+        for documents_of_query in documents:
+            cut_documents.append([self._cut_document(document, max_tokens) for document in documents_of_query])
+        return step.with_documents(cut_documents)
 
-        def cut(document: Document) -> Document:
-            title = self.tokenizer.cut(document.title, LONGEST_TITLE)
-            text = self.tokenizer.cut(document.text, max_tokens)
-            return replace(document, title=title, text=text)
-
-        return step.with_documents([[cut(document) for document in of_query] for of_query in documents])
+    def _cut_document(self, document: Document, max_tokens: int) -> Document:
+        """Returns a document with its title and its text cut."""
+        title = self.tokenizer.cut(document.title, LONGEST_TITLE)
+        text = self.tokenizer.cut(document.text, max_tokens)
+        return replace(document, title=title, text=text)
 
     def of_documents(self, transcript: Transcript, steps: Sequence[Step]) -> list[int]:
-        """Returns the tokens of the documents of the last step, in the protocol's wording."""
+        """Returns the tokens of the documents of the last of `steps`, in the protocol's wording.
+
+        If the transcript is empty, they include the beginning of the chat.
+        """
         question = transcript.question
         observation = self.protocol.observation(self.protocol.quoted(question.text), steps)
-        if not transcript.tokens:  # the documents come first: they stand in the user turn that opens the chat
+        if not transcript.tokens:  # the documents stand in the user turn that opens the chat
             if question.procedure:
                 observation = f"{question.procedure}\n\n{observation}"
             return self.tokenizer.open_chat(observation, self.protocol.system, question.earlier)
         return self.of_text(observation)
 
     def of_text(self, observation: str) -> list[int]:
-        """Returns the tokens of an observation: a user turn, or text in the same assistant turn."""
+        """Returns the tokens of a text that is given to the model: a user turn, or text in the same assistant turn."""
         if self.protocol.user_turns:
             return self.tokenizer.user_turn(observation)
         return self.tokenizer.encode(observation)
@@ -84,8 +90,8 @@ class Observations:
     def turn_end(self, transcript: Transcript) -> list[int]:
         """Returns the tokens between the model's turn and an observation.
 
-        Before a user turn: the token that ends the assistant turn, unless the model wrote it. In a protocol that stays
-        in one assistant turn: the opening of another one, if the model ended it.
+        In a protocol with user turns, this is the token that ends the assistant turn, unless the model wrote it. In a
+        protocol that stays in one assistant turn, it is the opening of a new one, if the model ended its turn.
         """
         is_ended = transcript.tokens[-1:] == [self.tokenizer.stop_id]
         if self.protocol.user_turns:

@@ -43,7 +43,7 @@ def load_own(settings: ProtocolSettings) -> Protocol:
     if definition["kind"] == "headings":
         step = _prompt(settings.step_prompt, definition, key="documents_prompt")
         headings = {key: definition[key] for key in HEADINGS if key in definition}
-        return R3.from_prompts(settings, init=prompt, step=step, headings=Headings(**headings))
+        return R3.from_prompts(settings, init_prompt=prompt, step_prompt=step, headings=Headings(**headings))
     if settings.verification:
         raise UsageError(
             f"--verification needs a format with headings, but {settings.format} has tags", code="headings-needed"

@@ -42,7 +42,7 @@ class PlainAnswer(Chat):
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
         """Returns the whole user turn: documents, one a line, then the question."""
-        return f"{render_documents(steps[-1].documents)}\n\n{self.opening(question)}"
+        return f"{render_documents(steps[-1].documents)}\n\n{self.question_message(question)}"
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         first_line = next(filter(str.strip, text.splitlines()), "")

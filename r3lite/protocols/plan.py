@@ -5,8 +5,8 @@
     B: Where was {A} born? (General)
     Edges: A -> B
 
-After R-Search (arXiv 2506.08352), whose edges order the queries only; here the answer of a node is filled into the
-queries that name it. Knows no steps, no documents and no model.
+After R-Search (arXiv 2506.08352). There the edges only order the queries; here the answer of a node can also be filled
+into the queries that refer to the node. Knows no steps, no documents and no model.
 """
 
 import re
@@ -21,7 +21,7 @@ NODES = "Nodes:"
 EDGES = "Edges:"
 # The sources by the names that a plan may have for them, in lower case; a plan may use any letter case.
 SOURCE_NAMES = {"academy": "Academic"} | {source.lower(): source for source in SOURCES}
-NONE = "none"  # stands for the edges in a plan without edges
+NO_EDGES = "none"  # written after `Edges:` if there are none
 
 # Why a plan is not valid; worded to follow `step k`.
 FAULTS = {
@@ -48,30 +48,34 @@ REFERENCE = re.compile(r"\{(\w+)\}")
 
 
 class InvalidPlan(ValueError):
-    """A plan that cannot be run; its text is a name from FAULTS."""
+    """A plan that cannot be run; the text of the exception is a name from FAULTS."""
 
 
 def refuse_if(**faults: bool) -> None:
-    """Raises InvalidPlan for the first of the faults whose value is true."""
-    for name in filter(faults.get, faults):
-        raise InvalidPlan(name)
+    """Raises InvalidPlan for the first of the faults, in the order of the arguments, whose value is true."""
+    for name, has_fault in faults.items():
+        if has_fault:
+            raise InvalidPlan(name)
 
 
 @dataclass(frozen=True)
 class Node:
-    """One search of a plan: a query, in which `{A}` stands for the answer of node A, and its kind of source."""
+    """One search of a plan."""
 
     name: str
-    query: str
-    kind: str = SOURCES[0]
+    query: str  # in it `{A}` stands for the answer of node A
+    kind: str = SOURCES[0]  # the kind of source
 
     @property
     def references(self) -> list[str]:
-        """The names of the nodes whose answers its query takes."""
+        """The names of the nodes whose answers are filled into the query."""
         return REFERENCE.findall(self.query)
 
     def filled(self, answers: Mapping[str, str]) -> str:
-        """Returns the query with the answers of other nodes, by their names; braces in an answer are no reference."""
+        """Returns the query with the answers of other nodes filled in; `answers` are by the nodes' names.
+
+        Braces in an answer are no reference.
+        """
         return REFERENCE.sub(lambda reference: answers[reference[1]], self.query)
 
 
@@ -82,10 +86,10 @@ def searches_of(nodes: Iterable[Node], answers: Mapping[str, str] = MappingProxy
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a plan: how many nodes it has, and how many words a query."""
+    """The limits of a plan."""
 
     nodes: int = 6
-    words: int = 30
+    words: int = 30  # of a query
 
     def placeholders(self) -> dict[str, str]:
         """Returns the values of the placeholders of an opening prompt that asks for plans."""
@@ -108,7 +112,7 @@ class SearchPlan:
             names = {node.name for node in remaining}
             blocked = {end for start, end in self.edges if start in names}
             ready = [node for node in remaining if node.name not in blocked]
-            refuse_if(cycle=not ready)
+            refuse_if(cycle=not ready)  # each remaining node waits for another one
             levels.append(ready)
             remaining = [node for node in remaining if node not in ready]
         return levels
@@ -116,12 +120,12 @@ class SearchPlan:
     def text(self) -> str:
         """Returns the plan as `read` reads it."""
         nodes = [f"{node.name}: {node.query} ({node.kind})" for node in self.nodes]
-        edges = " ; ".join(f"{start} -> {end}" for start, end in self.edges) or NONE
-        return "\n".join([NODES, *nodes, f"{EDGES} {edges}"])
+        edges = " ; ".join(f"{start} -> {end}" for start, end in self.edges)
+        return "\n".join([NODES, *nodes, f"{EDGES} {edges or NO_EDGES}"])
 
 
 def read(text: str, limits: Limits) -> SearchPlan:
-    """Returns the plan that a text is; raises InvalidPlan at the first thing that is wrong with it."""
+    """Returns the plan that a text states; raises InvalidPlan for the first fault."""
     preamble, nodes_heading, body = text.partition(NODES)
     nodes_text, edges_heading, edges_text = body.partition(f"\n{EDGES}")
     lines = [line.strip() for line in nodes_text.splitlines() if line.strip()]
@@ -132,6 +136,7 @@ def read(text: str, limits: Limits) -> SearchPlan:
     )
     nodes = tuple(_node(line, limits) for line in lines)
     names = {node.name for node in nodes}
+    # Queries are compared by their words and references.
     queries = {" ".join(re.findall(r"[\w{}]+", node.query.casefold())) for node in nodes}
     refuse_if(
         too_many_nodes=len(nodes) > limits.nodes,
@@ -144,6 +149,7 @@ def read(text: str, limits: Limits) -> SearchPlan:
 
 
 def _node(line: str, limits: Limits) -> Node:
+    """Returns the node of a line; raises InvalidPlan."""
     match = NODE.fullmatch(line)
     refuse_if(malformed_node=not match)
     name, query, source_name = match.groups()
@@ -157,9 +163,12 @@ def _node(line: str, limits: Limits) -> Node:
 
 
 def _edges(text: str, names: set[str]) -> tuple[tuple[str, str], ...]:
-    """Returns the edges that stand under their heading, separated by `;` or line breaks."""
+    """Returns the edges in a text, separated by `;` or line breaks, as pairs (start, end); raises InvalidPlan.
+
+    `names` are those of the nodes.
+    """
     parts = [part.strip() for part in re.split(r"[;\n]", text) if part.strip()]
-    if [part.lower() for part in parts] == [NONE]:
+    if [part.lower() for part in parts] == [NO_EDGES]:
         return ()
     edges: list[tuple[str, str]] = []
     for part in parts:
@@ -184,4 +193,7 @@ def _check_references(plan: SearchPlan) -> None:
             ancestors[node.name] = parents.union(*(ancestors[name] for name in parents))
     for node in plan.nodes:
         for name in node.references:
-            refuse_if(unknown_node=name not in ancestors, reference_without_edge=name not in ancestors[node.name])
+            refuse_if(
+                unknown_node=name not in ancestors,
+                reference_without_edge=name not in ancestors[node.name],
+            )

@@ -1,4 +1,4 @@
-"""R3 steps, the protocol of R3-RAG: numbered steps with headings, documents in user turns.
+"""R3, the protocol of R3-RAG: numbered steps with headings, and documents in user turns.
 
 In R3-RAG (arXiv 2505.23794) the model writes numbered steps:
 
@@ -6,12 +6,13 @@ In R3-RAG (arXiv 2505.23794) the model writes numbered steps:
     The problem analysis: what is known and what is missing
     The retrieval query: what to look up            (or)   The final answer: the answer
 
-An episode is a chat: the question is the first user turn, each step is an assistant turn, and the documents of its
-query, under `The retrieval documents:`, are the next user turn. Only assistant turns are parsed, so that the example
-in the prompt is never read as a step.
+An episode is a chat. The question is the first user turn, and each step is an assistant turn. The documents of the
+step's query, under `The retrieval documents:`, are the next user turn. Only assistant turns are parsed, so that the
+example in the prompt is never read as a step.
 
-Two options: a step may have several queries, numbered under `The retrieval queries:`, one per line; and an answer may
-have to be checked against the documents before it is given, under `The verification:`.
+There are two options. With `most_queries` > 1 a step may have several queries, numbered under `The retrieval queries:`,
+one per line. With `verifies` a step checks its answer against the documents under `The verification:`, above the
+answer.
 """
 
 import re
@@ -24,6 +25,7 @@ from r3lite.protocols.base import STEP_FAULTS, Protocol, asked_before, faults_if
 from r3lite.protocols.templates import check_placeholders, filled, opening_prompt, prompt_file, read_prompt
 from r3lite.settings import ProtocolSettings
 
+# What is wrong with a step, worded to follow `step k`, as in "step 2 writes a heading twice".
 FAULTS = {
     "no_step_heading": "does not open with `Step k:`",
     "wrong_step_number": "opens with the wrong number",
@@ -54,8 +56,10 @@ class Headings:
     answer: str = "The final answer:"
 
 
-NUMBERED = re.compile(r"[ \t]*(\d+)\.(?!\d)(.*)")  # a line that begins with 1.5 has no number
-# The text for {queries_note} and {verification_note} of the opening prompt, if the options are on.
+# A numbered query, such as "1. Marta Lindqvist". A decimal number, as in "1.5 km", does not number its line.
+NUMBERED_LINE = re.compile(r"[ \t]*(\d+)\.(?!\d)(.*)")
+# If an option is on, its note takes the place of {queries_note} or {verification_note} in the opening prompt. In the
+# notes, `h` stands for the `Headings`.
 QUERIES_NOTE = """Up to {limit} questions that do not wait for each other's answers can be asked at once, as in:
 {h.queries}
 1. Marta Lindqvist
@@ -70,15 +74,16 @@ class R3(Protocol):
     """Parses and renders R3 steps.
 
     Parsing undoes rendering: with k = len(earlier) + 1, `parse(render(step, k), earlier)` equals `step` without its
-    documents. This holds for well-formed steps of at most `most_queries` queries, with a verification only if
-    `verifies` is on.
+    documents. This holds for a well-formed step with at most `most_queries` queries and, unless `verifies` is on,
+    without a verification.
     """
 
     init_prompt: str
-    step_prompt: str  # the user turn with {documents}, perhaps with {question} and {step}, the number of the next step
+    # The user turn with documents. It has {documents}, and perhaps {question}, and {step}: the number of the next step.
+    step_prompt: str
     system: str | None = None
-    most_queries: int = 1  # the most queries of a step
-    verifies: bool = False
+    most_queries: int = 1  # how many queries a step may have
+    verifies: bool = False  # whether an answer needs a verification
     headings: Headings = Headings()
 
     faults = FAULTS
@@ -90,23 +95,30 @@ class R3(Protocol):
 
         A relative path is looked up in the current folder, then in the package.
         """
-        init = read_prompt(prompt_file(settings, "init_prompt"))
-        step = read_prompt(prompt_file(settings, "step_prompt"))
-        return R3.from_prompts(settings, init, step)
+        init_prompt = read_prompt(prompt_file(settings, "init_prompt"))
+        step_prompt = read_prompt(prompt_file(settings, "step_prompt"))
+        return R3.from_prompts(settings, init_prompt, step_prompt)
 
     @staticmethod
-    def from_prompts(settings: ProtocolSettings, init: str, step: str, headings: Headings = Headings()) -> "R3":
+    def from_prompts(
+        settings: ProtocolSettings,
+        init_prompt: str,
+        step_prompt: str,
+        headings: Headings = Headings(),
+    ) -> "R3":
         """Returns R3 with these prompts; raises R3LiteError if their placeholders are wrong."""
         notes = {"queries_note": "", "verification_note": ""}
         if settings.queries_per_step > 1:
             notes["queries_note"] = QUERIES_NOTE.format(limit=settings.queries_per_step, h=headings)
         if settings.verification:
             notes["verification_note"] = VERIFICATION_NOTE.format(h=headings)
-        check_placeholders("the opening prompt", init, placeholder="question", optional=tuple(notes))
-        check_placeholders("the prompt with documents", step, placeholder="documents", optional=("question", "step"))
+        check_placeholders("the opening prompt", init_prompt, placeholder="question", optional=tuple(notes))
+        check_placeholders(
+            "the prompt with documents", step_prompt, placeholder="documents", optional=("question", "step")
+        )
         return R3(
-            init_prompt=opening_prompt(filled(init, notes), settings),
-            step_prompt=step,
+            init_prompt=opening_prompt(filled(init_prompt, notes), settings),
+            step_prompt=step_prompt,
             system=settings.system_prompt,
             most_queries=settings.queries_per_step,
             verifies=settings.verification,
@@ -115,7 +127,7 @@ class R3(Protocol):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """A turn ends at the heading of documents, where the model begins to invent the documents of its own query."""
+        """The heading of documents, which ends a turn: behind it the model would invent documents for its query."""
         return (self.headings.documents,)
 
     @cached_property
@@ -160,16 +172,17 @@ class R3(Protocol):
         return self.headings.answer
 
     def begins_answer(self, text: str) -> bool:
-        # A heading counts at the beginning of a line, or directly after `Step k:` on its line; elsewhere it is text.
+        # A heading counts at the beginning of a line, and directly after `Step k:` on the same line. Elsewhere the
+        # words of a heading are plain text.
         _, body = self._step_number_and_body(text)
-        return any(heading[1] == self.answer_heading for heading in self.heading_pattern.finditer(body))
+        return any(match[1] == self.answer_heading for match in self.heading_pattern.finditer(body))
 
-    def answer_opening(self, number: int) -> str:
+    def answer_prefix(self, number: int) -> str:
         return f"{self.headings.step} {number}:\n{self.headings.answer}"
 
     def read_answer(self, text: str, earlier: Sequence[Step]) -> Step:
-        # The model wrote only `text`, behind the heading of the answer. What a step has up to this heading is rendered
-        # here, with "-" in place of the model's words, so that `parse` finds only faults of the answer.
+        # The model wrote only `text`, behind the heading of the answer, but `parse` reads whole steps. So the parts up
+        # to this heading are rendered here, with "-" as their content, and `parse` finds faults only in the answer.
         verification = "-" if self.verifies else ""
         step_before_text = self.render(Step("-", answer="", verification=verification), len(earlier) + 1)
         return self.parse(step_before_text + text, earlier)
@@ -178,7 +191,10 @@ class R3(Protocol):
         return f"Write {self.headings.step} {number} now, and nothing else."
 
     def _step_number_and_body(self, text: str) -> tuple[int | None, str]:
-        """Returns the number of a turn's heading `Step k:`, None if it does not begin with one, and what follows."""
+        """Returns the number k of the heading `Step k:` that begins a turn, and the text behind the heading.
+
+        Returns None and the whole text if the turn does not begin with such a heading.
+        """
         heading = re.match(rf"\s*{re.escape(self.headings.step)}[ \t]+(\d{{1,9}})[ \t]*:[ \t]*\n?", text)
         if heading is None:
             return None, text
@@ -187,21 +203,25 @@ class R3(Protocol):
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a turn strictly; the step's `faults` name everything that is wrong with the turn.
 
-        A usable query or a usable answer is kept in spite of other faults, so that the episode can go on and be
-        rewarded for what is right in it. With both a query and an answer, or with two answers, none is usable: it is
-        not clear which one is meant. Of two queries the first is used, because a search does not end the episode; with
-        a query and a list of queries, none is.
+        A step can have faults and still a query or an answer, so that the episode can go on and be rewarded for what is
+        right in it:
+        - With both a query and an answer, or with two answers, the step gets no query and no answer: it is not clear
+          which one is meant.
+        - With two queries it gets the first one, because a search does not end the episode.
+        - With a query and a list of queries it gets no query.
         """
         step_number, body = self._step_number_and_body(text)
-        # The pattern has a group, so that `split` returns headings and the texts below them in turn.
+        # The pattern has a group, so `split` returns the text before the first heading (the preamble), then each
+        # heading and the text below it.
         preamble, *headings_and_texts = self.heading_pattern.split(body)
         written_headings = headings_and_texts[::2]
-        sections: dict[str, str] = {}  # by heading; of a heading that is repeated, the first section
-        for heading, section in zip(written_headings, headings_and_texts[1::2]):
+        texts = headings_and_texts[1::2]
+        sections: dict[str, str] = {}  # by heading, in the order of the turn; of a repeated heading, the first section
+        for heading, section in zip(written_headings, texts):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
-        # Text between `Step k:` and the first heading is taken for an analysis without its heading, a fault even if an
-        # analysis with its heading follows. Without `Step k:` such text is no further fault.
+        # A preamble after `Step k:` is taken for an analysis without its heading. This is the fault "no_analysis", even
+        # if an analysis with its heading follows. Without `Step k:` a preamble has only the fault "no_step_heading".
         has_headless_analysis = step_number is not None and preamble.strip()
         faults = faults_if(
             no_step_heading=step_number is None,
@@ -210,8 +230,8 @@ class R3(Protocol):
             wrote_documents=self.headings.documents in sections,
             no_analysis=has_headless_analysis or not analysis,
         )
-        queries = self._queries(sections, faults)
-        answer = _answer(sections.get(self.headings.answer), faults)
+        queries = self._parse_queries(sections, faults)
+        answer = _parse_answer(sections.get(self.headings.answer), faults)
         self._check_verification(sections, faults)
         has_query = self.headings.query in sections or self.headings.queries in sections
         has_answer = self.headings.answer in sections
@@ -223,50 +243,56 @@ class R3(Protocol):
         if (has_query and has_answer) or has_two_answers:
             queries = []
             answer = None
-        faults += faults_if(repeated_query=_has_repeated(queries, earlier))
+        faults += faults_if(repeated_query=_repeats_query(queries, earlier))
         return Step(
             analysis=analysis,
             searches=tuple(map(Search, queries)),
             answer=answer,
-            faults=tuple(dict.fromkeys(faults)),
+            faults=tuple(dict.fromkeys(faults)),  # each fault once
             verification=sections.get(self.headings.verification, ""),
         )
 
     def _check_verification(self, sections: dict[str, str], faults: list[str]) -> None:
-        """Appends to `faults` if the verification is missing, or not where it should be."""
+        """Appends to `faults` if an answer has no verification above it, or a verification no answer.
+
+        `sections` are in the order of the turn.
+        """
         has_answer = self.headings.answer in sections
         has_verification = self.headings.verification in sections
         is_after_answer = False
         if has_answer and has_verification:
-            order = list(sections)
-            is_after_answer = order.index(self.headings.verification) > order.index(self.headings.answer)
-        is_missing = is_after_answer or not sections.get(self.headings.verification)
+            in_order = list(sections)
+            is_after_answer = in_order.index(self.headings.verification) > in_order.index(self.headings.answer)
+        is_blank = not sections.get(self.headings.verification)  # or there is none
         faults += faults_if(
-            no_verification=self.verifies and has_answer and is_missing,
+            no_verification=self.verifies and has_answer and (is_blank or is_after_answer),
             idle_verification=has_verification and not has_answer,
         )
 
-    def _queries(self, sections: dict[str, str], faults: list[str]) -> list[str]:
-        """Returns the usable queries of a step; appends to `faults`."""
-        query = _query(sections.get(self.headings.query), faults)
+    def _parse_queries(self, sections: dict[str, str], faults: list[str]) -> list[str]:
+        """Returns the usable queries of a step, and appends what is wrong with its queries to `faults`."""
+        query = _parse_query(sections.get(self.headings.query), faults)
         has_list = self.headings.queries in sections
         if has_list and self.headings.query in sections:
             faults.append("query_and_queries")
             return []
         if has_list:
-            return self._numbered_queries(sections[self.headings.queries], faults)
+            return self._parse_query_list(sections[self.headings.queries], faults)
         if query:
             return [query]
         return []
 
-    def _numbered_queries(self, section: str, faults: list[str]) -> list[str]:
-        """Returns the usable queries of a list of queries, one a line; appends to `faults`."""
+    def _parse_query_list(self, section: str, faults: list[str]) -> list[str]:
+        """Returns the usable queries of a numbered list, one a line, and appends what is wrong with it to `faults`.
+
+        Usable are those that are not blank, up to `most_queries`, even if they are wrongly numbered.
+        """
         numbers: list[str | None] = []  # None: the line has no number
         queries = []
         for line in section.split("\n"):
             if not line.strip():
                 continue
-            match = NUMBERED.fullmatch(line)
+            match = NUMBERED_LINE.fullmatch(line)
             if match:
                 numbers.append(match[1])
                 queries.append(match[2].strip())
@@ -283,8 +309,8 @@ class R3(Protocol):
         return usable[: self.most_queries]
 
 
-def _has_repeated(queries: Sequence[str], earlier: Sequence[Step]) -> bool:
-    """Returns whether a query of a step repeats one of an earlier step, or one before it in the same step."""
+def _repeats_query(queries: Sequence[str], earlier: Sequence[Step]) -> bool:
+    """Returns whether a query of a step repeats a query of an earlier step, or a query before it in the same step."""
     for i, query in enumerate(queries):
         step_before_query = Step(searches=tuple(map(Search, queries[:i])))
         if asked_before(query, [*earlier, step_before_query]):
@@ -292,8 +318,11 @@ def _has_repeated(queries: Sequence[str], earlier: Sequence[Step]) -> bool:
     return False
 
 
-def _query(section: str | None, faults: list[str]) -> str | None:
-    """Returns the query in a section, which is its first line; None if there is none. Appends to `faults`."""
+def _parse_query(section: str | None, faults: list[str]) -> str | None:
+    """Returns the first line of a section as the query; None if there is no section or its first line is blank.
+
+    Appends what is wrong with the query to `faults`.
+    """
     if section is None:
         return None
     query, more_lines = _first_line(section)
@@ -301,10 +330,10 @@ def _query(section: str | None, faults: list[str]) -> str | None:
     return query or None
 
 
-def _answer(section: str | None, faults: list[str]) -> str | None:
+def _parse_answer(section: str | None, faults: list[str]) -> str | None:
     """Returns the first line of a section as the answer; None if there is no section or its first line is blank.
 
-    Appends its faults to `faults`.
+    Appends what is wrong with the answer to `faults`.
     """
     if section is None:
         return None
@@ -322,16 +351,16 @@ def _first_line(section: str) -> tuple[str, str]:
 def render_each(headings: Sequence[str], searches: Sequence[Search]) -> str:
     """Returns the documents of each search under its heading, numbered consecutively over all searches."""
     parts = []
-    first = 1
+    first_number = 1
     for heading, search in zip(headings, searches, strict=True):
-        parts.append(f"{heading}\n{render_documents(search.documents, first)}")
-        first += len(search.documents)
+        parts.append(f"{heading}\n{render_documents(search.documents, first_number)}")
+        first_number += len(search.documents)
     return "\n".join(parts)
 
 
-def render_documents(documents: Sequence[Document], first: int = 1) -> str:
-    """Returns numbered passages, one a line, from number `first` on."""
+def render_documents(documents: Sequence[Document], first_number: int = 1) -> str:
+    """Returns the documents, one a line, numbered from `first_number` on."""
     if not documents:
         return "(nothing was found)"
-    lines = [f"[{i}] {one_line(d.title)}: {one_line(d.text)}" for i, d in enumerate(documents, first)]
+    lines = [f"[{i}] {one_line(d.title)}: {one_line(d.text)}" for i, d in enumerate(documents, first_number)]
     return "\n".join(lines)

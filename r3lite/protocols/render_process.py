@@ -1,13 +1,13 @@
 """The program that renders chat templates: a process of its own, so that a template has a bound on time and memory.
 
 Jinja's sandbox keeps a template from Python's objects, but not from computing for hours or from filling the memory. So
-`rendering.py` starts this file as a program and ends it when it takes too long. The program reads requests and writes
-replies, each a JSON object on a line. It imports nothing of r3lite, so that it starts fast.
+`rendering.py` starts this file as a program and ends the program when it takes too long. The program reads requests and
+writes replies, each a JSON object on a line. It imports nothing of r3lite, so that it starts fast.
 
-The first line has `path`, where Python's modules are, and the limits: `memory` in bytes, `seconds` of the processor for
-a request, and `characters` of a text; the reply to it says that the program is ready. A request has the `source` of a
-template, `variables` (null: the template is only read) and perhaps a `day`, which its clock says. A reply has the
-`text`, or an `error` and its `message`.
+The first line that it reads has `path`, the folders of Python's modules, and the limits: `memory` in bytes, `seconds`
+of the processor for a request, and `characters` of a rendered text. Its first reply is the line `ready`. A request has
+the `source` of a template, `variables` (null: the template is compiled, but not rendered) and `day`, the date that the
+template's clock shows (null: it has no clock). A reply has the `text`, or an `error` and its `message`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _answer(request: dict, characters: int) -> dict[str, str]:
-    """Returns the reply to a request."""
+    """Returns the reply to a request; `characters` is the limit of the text."""
     try:
         template = _compiled(request["source"], request["day"])
         if request["variables"] is None:
@@ -64,7 +64,7 @@ def _compiled(source: str, day: str | None):
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    """Is the filter `tojson` of transformers, whose arguments are in another order than Jinja's."""
+    """The filter `tojson` as transformers has it, whose arguments are in another order than Jinja's."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -84,17 +84,17 @@ def _limit_memory(size: int) -> None:
 
 
 def _limit_time(seconds: int) -> None:
-    """Ends this process when it has computed `seconds` from now on, where the platform can.
+    """Lets the system end this process after `seconds` more of processor time, where the platform can.
 
-    The command ends a process that takes too long, but not if the command itself was killed.
+    The command, too, ends a process that takes too long, but it cannot do so if it was killed itself.
     """
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         usage = resource.getrusage(resource.RUSAGE_SELF)
-        used = int(usage.ru_utime + usage.ru_stime) + 1
+        used_seconds = int(usage.ru_utime + usage.ru_stime) + 1
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-        resource.setrlimit(resource.RLIMIT_CPU, (used + seconds, hard))
+        resource.setrlimit(resource.RLIMIT_CPU, (used_seconds + seconds, hard))
 
 
 if __name__ == "__main__":

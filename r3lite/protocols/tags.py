@@ -9,8 +9,8 @@ and is stopped there; the documents follow as `<information>...</information>`, 
 
     <start_working_out> the working-out <end_working_out><SOLUTION> the answer </SOLUTION>
 
-With --search-graph, what stands in <search> is a plan (plan.py), as in R-Search (arXiv 2506.08352). Its edges only
-order the queries: all are searched at once. In a step, `analysis` is the thought, then the plan as written.
+With --search-graph, the text in <search> is a plan (plan.py), as in R-Search (arXiv 2506.08352). Its edges only order
+the queries: all are searched at once. In a step, `analysis` is the thought, followed by the plan as written.
 """
 
 import re
@@ -36,7 +36,7 @@ FAULTS = {
     **STEP_FAULTS,
 }
 GRAPH_FAULTS = {**plan.FAULTS, "unfilled_reference": "uses another node's answer, though all are searched at once"}
-# Lenient reading counts none of these: they leave no doubt about the query or the answer.
+# Faults that lenient reading does not count, as they leave no doubt about the query or the answer.
 FORGIVEN = {*markup.FAULTS, "no_think", "late_think"}
 THINK = Tag("<think>", "</think>")
 SEARCH = Tag("<search>", "</search>")
@@ -53,19 +53,18 @@ class Tags(Protocol):
 
     `parse(render(step, k), earlier)` equals `step` without its documents, for every well-formed step.
 
-    Without `search` and `information` a step can only answer. `lenient` reading takes tags in any letter case; a
-    missing closing tag is implied by the next tag or by the end of the turn, and the faults in FORGIVEN do not count.
-    `graph` has the limits of a plan; if it is given, a search is a plan.
+    Without `search` and `information` a step can only answer. Lenient reading takes tags in any letter case; the next
+    tag or the end of the turn also closes a block, and the faults in FORGIVEN do not count.
     """
 
     init_prompt: str
     think: Tag = THINK
     answer: Tag = ANSWER
     search: Tag | None = SEARCH
-    information: Tag | None = INFORMATION
+    information: Tag | None = INFORMATION  # around documents
     lenient: bool = False
     system: str | None = None
-    graph: Limits | None = None
+    graph: Limits | None = None  # the limits of the plan in <search>; None: there is a query instead of a plan
 
     faults = GRAPH_FAULTS | FAULTS
     user_turns = False
@@ -89,7 +88,7 @@ class Tags(Protocol):
 
     @cached_property
     def stop_strings(self) -> tuple[str, ...]:
-        """The closing tags that end a turn; for lenient reading in each of the usual letter cases."""
+        """The closing ends that stop a turn; for lenient reading in each of the usual letter cases."""
         ends = [tag.closing for tag in (self.search, self.answer) if tag]
         if not self.lenient:
             return tuple(dict.fromkeys(ends))
@@ -123,7 +122,7 @@ class Tags(Protocol):
         return self.think.around(thought) + self.search.around(plan_text)
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
-        """Returns numbered passages, one a line, as Search-R1 gives them; those of a graph after their queries."""
+        """Returns numbered passages, one a line, as Search-R1 gives them; with a graph, each query before its own."""
         lines = []
         number = 0
         for search in steps[-1].searches:
@@ -159,10 +158,11 @@ class Tags(Protocol):
         return reply[: min(ends, default=len(reply))]
 
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        """Reads a turn; what is wrong with it is named in `faults`.
+        """Reads a turn; its faults are named in the step.
 
-        A step with one whole search block, or else one whole answer block, carries it in spite of its faults, so that
-        an episode can go on and be rewarded for what is right in it. With both, or two of a kind, neither is usable.
+        A step with faults nevertheless has the query of its one closed search block, or the answer of its one closed
+        answer block, so that an episode can continue and be rewarded for what is right in it. With both kinds of blocks
+        it has neither query nor answer; with two blocks of a kind, not that one.
         """
         blocks, faults = self.markup.read(text)
         thoughts = [block for block in blocks if block.tag == self.think]
@@ -189,7 +189,7 @@ class Tags(Protocol):
         faults += faults_if(repeated_query=any(asked_before(search.query, earlier) for search in searches))
         analysis = thought
         if searches and self.graph:
-            # The plan as the model wrote it: `_split_plan` finds it again.
+            # With the plan as the model wrote it, so that `_split_plan` can find the plan again.
             analysis = f"{thought}\n{query}".strip()
         faults = list(dict.fromkeys(faults))
         if self.lenient:
@@ -216,9 +216,10 @@ class Tags(Protocol):
             return ()
 
     def _usable_text(self, blocks: list[Block], part: str, faults: list[str]) -> str | None:
-        """Returns the text of the only block of its kind in a step; None if there is none, or no usable one.
+        """Returns the text of the block of a kind; None if it is blank or not closed, or if there are none or several.
 
-        `part` is the kind of the blocks: "query" or "answer". If one of them is blank, a fault is appended to `faults`.
+        Lenient reading also takes a block that is not closed. `part` is the kind of the blocks: "query" or "answer". If
+        one of them is blank, a fault is appended to `faults`.
         """
         if any(not block.text for block in blocks):
             faults.append(f"blank_{part}")
@@ -230,13 +231,14 @@ class Tags(Protocol):
         return None
 
     def _spliced(self, text: str) -> str:
+        """Returns text that is inserted into the model's turn, in the tag around documents."""
         assert self.information, "a protocol without search is given nothing"
         return f"\n\n{self.information.opening}{text}{self.information.closing}\n\n"
 
 
 def _split_plan(analysis: str) -> tuple[str, str]:
     """Returns the thought and the plan that `Tags.parse` has joined to an analysis; the plan is "" if there is none."""
-    # The plan may stand at the very beginning: lenient reading forgives a missing thought.
+    # The line break that is put before the analysis finds a plan at its very beginning, if there is no thought.
     thought, nodes_heading, nodes = f"\n{analysis}".rpartition(f"\n{plan.NODES}")
     if not nodes_heading:
         return analysis, ""
@@ -248,16 +250,13 @@ def _plan_of(step: Step) -> SearchPlan:
     nodes = []
     for i, search in enumerate(step.searches):
         name = chr(ord("A") + i)
-        kind = search.kind or Node.kind  # the default, for a search that names no kind of source
+        kind = search.kind or Node.kind  # Node.kind is the default, for a search that names no kind of source
         nodes.append(Node(name, query=search.query, kind=kind))
     return SearchPlan(tuple(nodes))
 
 
 def load_tags(settings: ProtocolSettings) -> Tags:
-    """Returns the protocol with the tags think, search and answer.
-
-    The tags around documents and the opening prompt are those of the settings.
-    """
+    """Returns the protocol with the tags think, search and answer; the settings name the tag around documents."""
     information = Tag(settings.information_open, settings.information_close)
     _check_information(information)
     values = {"information_open": information.opening, "information_close": information.closing}
@@ -276,7 +275,10 @@ def load_tags(settings: ProtocolSettings) -> Tags:
 
 
 def _check_information(information: Tag) -> None:
-    """Raises R3LiteError unless the tag around documents is a pair of tags that the format does not have."""
+    """Raises R3LiteError unless the ends of the tag around documents are tags that the format does not have.
+
+    Also raises it if only the opening end differs from the default.
+    """
     format_tags = Markup((THINK, SEARCH, ANSWER), any_case=True)
     ends = {"--information-open": information.opening, "--information-close": information.closing}
     for flag, end in ends.items():

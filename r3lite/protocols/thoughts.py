@@ -1,7 +1,8 @@
 """The thoughts of thinking models (DeepSeek-R1, Qwen3): text between <think> and </think> at the beginning of a turn.
 
-A chat template may open the thought. The step follows the thought, unless the format itself has <think>. Thoughts are
-sampled and trained on like all text of a turn, but are not part of a step.
+Either the model writes <think>, or the chat template *opens* the thought: it writes <think> before the model's turn.
+The step follows the thought. Thoughts are sampled and trained on like all text of a turn. They are not part of the
+step, unless the format of steps itself has <think>.
 """
 
 from collections.abc import Sequence
@@ -13,26 +14,26 @@ from r3lite.protocols.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class Thoughts:
-    """`in_format`: the format's turns begin with <think> themselves."""
+    """Separates thoughts from steps, and ends them where needed."""
 
     tokenizer: Tokenizer
-    in_format: bool
+    in_format: bool  # whether the steps of the format begin with <think>, so that the thought is part of the step
 
-    def are_opened(self, tokens: Sequence[int], start: int) -> bool:
+    def _opened_by_template(self, tokens: Sequence[int], start: int) -> bool:
         """Returns whether the template has opened a thought just before the token at `start`."""
         if not self.tokenizer.opens_thought:
             return False
-        opening = self.tokenizer.opening
-        tokens_before = tokens[max(0, start - len(opening)) : start]
-        return list(tokens_before) == opening
+        generation_prompt = self.tokenizer.generation_prompt
+        tokens_before = tokens[max(0, start - len(generation_prompt)) : start]
+        return list(tokens_before) == generation_prompt
 
     def read(self, tokens: Sequence[int], start: int) -> str:
-        """Returns the text of the turn that begins at `start` after its thought; empty until the thought has ended.
+        """Returns the text of the turn that begins at `start`, without its thought.
 
-        If the format itself has <think>, the thought stays.
+        The text is empty until the thought has ended. If the format itself has <think>, the thought is not removed.
         """
-        # Where the template has ended the thought, a model may think all the same: without <think>, but with the token
-        # that ends a thought.
+        # With thinking off, the template writes an empty thought before the turn. A model may think all the same: it
+        # then writes no <think>, but ends the thought with the token of </think>.
         ends_thought = self.tokenizer.thought_end_id in tokens[start:]
         if ends_thought and not self.in_format:
             _, _, reply = self._decode(tokens, start).partition(THOUGHT_END)
@@ -40,13 +41,13 @@ class Thoughts:
         return self.readable(tokens, start)
 
     def readable(self, tokens: Sequence[int], start: int) -> str:
-        """Returns what a user reads of the turn that begins at `start`, while it is written: the text that `read` will
-        return, as far as it is known.
+        """Returns what a user reads of the turn that begins at `start` while the model writes it.
 
-        A thought without <think> stays: it looks like text until its end, and the user has read it by then.
+        This is the beginning of the text that `read` will return. The one difference: a thought that began without
+        <think> is not removed. It looks like other text until </think>, and by then the user has read it.
         """
         text = self._decode(tokens, start)
-        is_opened = self.are_opened(tokens, start)
+        is_opened = self._opened_by_template(tokens, start)
         if self.in_format:
             if is_opened:
                 return THINK + text
@@ -62,36 +63,39 @@ class Thoughts:
     def encode_turn(self, prefix: Sequence[int], text: str) -> list[int]:
         """Returns the tokens of a turn's text as the model writes it after the tokens `prefix`.
 
-        A thought that the template has opened is left empty.
+        If the template has opened a thought there, the tokens first end this thought, which stays empty.
         """
-        if not self.are_opened(prefix, len(prefix)):
+        if not self._opened_by_template(prefix, len(prefix)):
             return self.tokenizer.encode_turn(text)
         if self.in_format:
             return self.tokenizer.encode_written(text.removeprefix(THINK))
-        return self.tokenizer.encode_written(self.end(prefix) + text)
+        return self.tokenizer.encode_written(self.closing_text(prefix) + text)
 
     def is_open(self, tokens: Sequence[int], start: int) -> bool:
         """Returns whether the turn that begins at `start` is inside a thought after the last of the tokens."""
         text = self.tokenizer.decode(tokens[start:])
-        has_begun = self.are_opened(tokens, start) or text.lstrip().startswith(THINK)
+        has_begun = self._opened_by_template(tokens, start) or text.lstrip().startswith(THINK)
         return has_begun and THOUGHT_END not in text
 
-    def end_before_answer(self, tokens: Sequence[int], request: Sequence[int], turn_start: int) -> str:
-        """Returns the text that ends a thought which is open where a forced answer is to be written; "" if none is.
+    def closing_text_before_answer(self, tokens: Sequence[int], request: Sequence[int], turn_start: int) -> str:
+        """Returns the text that ends a thought that is open after `tokens` and `request`, where a forced answer begins.
 
-        The answer stands behind `tokens` and `request`. With a request it begins a new message, in which the template
-        may have opened a thought. Without one it continues the turn that begins at `turn_start`, in which the model may
-        have opened one: a format with <think> ends that in its heading (`Protocol.heading_after_cut_off`).
+        The text is "" if no thought is open. With a `request` the answer begins a new message, in which the template
+        may have opened a thought. Without a request the answer continues the turn that begins at `turn_start`, in which
+        the model may have opened a thought. A format with <think> ends the model's thought itself
+        (`Protocol.heading_after_cut_off`), so the text is "".
         """
         if request:
-            return self.end([*tokens, *request])
+            return self.closing_text([*tokens, *request])
         if self.in_format:
             return ""
-        return self.end(tokens, turn_start=turn_start)
+        return self.closing_text(tokens, turn_start=turn_start)
 
-    def end(self, tokens: Sequence[int], turn_start: int | None = None) -> str:
-        """Returns the text that ends the open thought of the turn that begins at `turn_start`, by default after all
-        tokens; "" if none is open."""
+    def closing_text(self, tokens: Sequence[int], turn_start: int | None = None) -> str:
+        """Returns the text that ends the open thought of the turn that begins at `turn_start`; "" if none is open.
+
+        Without `turn_start` the turn begins after all of the tokens.
+        """
         if turn_start is None:
             turn_start = len(tokens)
         if self.is_open(tokens, turn_start):

@@ -1,7 +1,7 @@
 """Text to token ids and back, and the turns of a chat in tokens, from a model folder's tokenizer files.
 
-Owns what a turn looks like in tokens. Knows no step format and no prompt. Text from outside (questions, documents,
-steps) is always encoded as plain text: a document with `<|im_end|>` in it cannot forge a turn.
+This file decides what a turn looks like in tokens. It knows no step format and no prompt. Text from outside (questions,
+documents, steps) is always encoded as plain text: a document with `<|im_end|>` in it cannot forge a turn.
 """
 
 import json
@@ -31,21 +31,21 @@ from r3lite.protocols.tokenizer_files import (
     template_file,
 )
 
-# The roles of chats whose tokens must be those of the rendered template, up to the assistant's turn.
+# The roles of four test chats. `_check_probes` requires that `chat` encodes them like the rendered template.
 PROBES = (
     ("user",),
     ("system", "user"),
     ("user", "assistant", "user"),
     ("system", "user", "assistant", "user"),
 )
-THOUGHT_ENDS = (THINK, THOUGHT_END)
+THOUGHT_TAGS = (THINK, THOUGHT_END)
 Messages = Sequence[dict[str, str]]  # of `role` and `content`
 
 
 def _without_added_tokens(marked: Backend) -> Backend:
     """Returns a second tokenizer, which encodes markup as plain text.
 
-    Both share the vocabulary, which takes long to read.
+    The two share the vocabulary, because reading it takes long.
     """
     plain = Backend(marked.model)
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
@@ -63,66 +63,80 @@ def _is_blank(
     id: int,
     plain: Backend,
 ) -> bool:
-    """Returns whether an added token is a run of blanks of the vocabulary, as Gemma's line breaks: text, no markup."""
+    """Returns whether an added token is only blanks that the plain vocabulary has, too: text, not markup.
+
+    Gemma's line breaks are such tokens.
+    """
     return not token.content.strip() and plain.token_to_id(token.content) == id
 
 
 class Tokenizer:
     """A byte-level or byte-fallback BPE tokenizer, and the turns of a chat as the folder's template writes them.
 
-    `size` is the greatest token id + 1 (embeddings are often padded beyond it), `stop_id`, of the token `stop`, ends an
-    assistant turn, `pad_id` fills rows up. `lead` is what a model writes before the text of its turn, such as a space.
-    `opens_thought` says that the model's turn begins inside a thought (`<think>`). `other_class` is the tokenizer class
-    of transformers, if it gives other tokens than `tokenizer.json`.
+    - `size`: the greatest token id + 1; embeddings are often padded beyond it.
+    - `stop`, `stop_id`: the token that ends an assistant turn.
+    - `pad_id`: the token that fills rows up.
+    - `lead`: the blanks, if any, that a model writes before the text of its turn, such as a space.
+    - `opens_thought`: whether the template writes <think> before the model's turn, which then begins inside a thought.
+    - `other_class`: the tokenizer class of transformers, if its tokens differ from those of `tokenizer.json`.
     """
 
     other_class: str | None = None
 
     def __init__(self, definition: str, template: ChatTemplate, pad_token: str | None = None):
         """`definition` is the text of a `tokenizer.json` that has the template's special tokens."""
-        self._marked = Backend.from_str(definition)
-        self._plain = _without_added_tokens(self._marked)
+        self._marked = Backend.from_str(definition)  # encodes markup as its tokens
+        self._plain = _without_added_tokens(self._marked)  # encodes markup as plain text
         for backend in (self._marked, self._plain):
             backend.no_truncation()
             backend.no_padding()
         self.size = max(self._marked.get_vocab(with_added_tokens=True).values()) + 1
         added = self._marked.get_added_tokens_decoder()
+        # Ids of the added tokens by their text. In this file they are the *special tokens*: markup of chats.
         self._added = {token.content: id for id, token in added.items() if not _is_blank(token, id, self._plain)}
         self.thought_end_id = self._added.get(THOUGHT_END)
-        # What `decode` leaves out. The ends of a thought are read even from a tokenizer that calls them special.
-        self._unread = {id for id, token in added.items() if token.special and token.content not in THOUGHT_ENDS}
+        # `decode` leaves these out. It keeps <think> and </think>, even if the tokenizer's file calls them special.
+        self._skipped_ids = {id for id, token in added.items() if token.special and token.content not in THOUGHT_TAGS}
+        # Matches any special token, of two that begin alike the longer one. Matches nothing if there is none.
         longest_first = sorted(self._added, key=len, reverse=True)
         any_token = "|".join(map(re.escape, longest_first))
-        self._markup = re.compile(f"({any_token or '(?!)'})")
-        # SentencePiece writes a space before a text. So text that goes on after other text is encoded after a line
-        # break, whose tokens, the anchor, are then removed.
+        self._markup_pattern = re.compile(f"({any_token or '(?!)'})")
+        # SentencePiece writes a space before a text. Text that continues other text must not get this space: it is
+        # encoded behind a line break, whose tokens, the anchor, are then removed. None: no space is written.
         line_break = self._plain.encode("\n", add_special_tokens=False).ids
         letter = self._plain.encode("a", add_special_tokens=False).ids
         letter_on_line = self._plain.encode("\na", add_special_tokens=False).ids
         self._anchor = None
         if letter_on_line != [*line_break, *letter]:
             self._anchor = line_break
-        self._space_first = True  # whether that space stands after a special token, too
-        self._read(template)
+        self._space_after_special = True  # whether SentencePiece also writes its space after a special token
+        self._read_markup(template)
         self.pad_id = self.stop_id
         if pad_token:
             pad_id = self._marked.token_to_id(pad_token)
             if pad_id is not None:
                 self.pad_id = pad_id
 
-    def _read(self, template: ChatTemplate) -> None:
-        """Takes from the template what turns begin and end with, and refuses one whose chats do not grow by turns."""
+    def _read_markup(self, template: ChatTemplate) -> None:
+        """Sets the attributes that say how the template begins and ends turns.
+
+        Raises R3LiteError if a longer chat is not a shorter one with turns appended, or if a reply has no stop token.
+        """
         self.template = template
         gaps = template.gaps(("user", "assistant", "user"), prompt=True)
-        first, to_assistant, to_user, self._prompt = gaps
+        # The markup at the start of the chat, between the contents of its messages, and before the next assistant turn.
+        chat_start, to_assistant, to_user, self._generation_prompt = gaps
         gaps_of_one = template.gaps(("user",), prompt=True)
-        tail, stop, self._to_user = self._until_token(to_user)
+        # After a reply: blanks that belong to it, the stop token, and the start of the user turn.
+        tail, stop, self._user_start = self._split_at_token(to_user)
         self.lead = ""
-        if to_assistant.startswith(self._prompt):
-            self.lead = to_assistant.removeprefix(self._prompt)
+        if to_assistant.startswith(self._generation_prompt):
+            self.lead = to_assistant.removeprefix(self._generation_prompt)
+        # The next assistant turn begins like the earlier one, except for the lead, or for what the template adds to the
+        # prompt (an empty thought).
         ends_turn = stop and not tail.strip()
-        opens_turn = not self.lead.strip() and (self.lead or self._prompt.startswith(to_assistant))
-        if gaps_of_one != (first, self._prompt) or not ends_turn or not opens_turn:
+        opens_turn = not self.lead.strip() and (self.lead or self._generation_prompt.startswith(to_assistant))
+        if gaps_of_one != (chat_start, self._generation_prompt) or not ends_turn or not opens_turn:
             one_message = "...".join(gaps_of_one)
             three_messages = "...".join(gaps)
             cause = (
@@ -132,16 +146,18 @@ class Tokenizer:
             raise R3LiteError(cause, TEMPLATE_REMEDY, code="template-unsupported")
         self.stop = stop
         self.stop_id = self._added[stop]
-        self.opens_thought = THINK in self._prompt and THOUGHT_END not in self._prompt
-        self._closes_thought = bool(EMPTY_THOUGHT.search(self._prompt))
+        self.opens_thought = THINK in self._generation_prompt and THOUGHT_END not in self._generation_prompt
+        self._thinking_is_off = bool(EMPTY_THOUGHT.search(self._generation_prompt))
         self._trims = {role for role in ("user", "assistant") if template.trims(role)}
-        self._takes_system = self._grows_after_system()
+        self._takes_system = self._writes_system_first()
         if self._takes_system and template.trims("system"):
             self._trims.add("system")
 
-    def _grows_after_system(self) -> bool:
-        """Returns whether the template writes a system message first; if not, `folded` puts it before the first user
-        message."""
+    def _writes_system_first(self) -> bool:
+        """Returns whether the template writes a system message first, and what follows as without one.
+
+        If not, `merge_system` puts the system message into the first user message.
+        """
         try:
             short = self.template.gaps(("system", "user"), prompt=True)
             long = self.template.gaps(("system", "user", "assistant", "user"), prompt=True)
@@ -150,12 +166,12 @@ class Tokenizer:
         without_system = self.template.gaps(("user", "assistant", "user"), prompt=True)
         return long[:2] == short[:2] and long[2:] == without_system[1:]
 
-    def _until_token(self, text: str) -> tuple[str, str, str]:
-        """Returns a text up to its first special token, that token, and the text after it.
+    def _split_at_token(self, text: str) -> tuple[str, str, str]:
+        """Returns the text before the first special token, this token, and the text after it.
 
-        The last two are empty if it has none.
+        If there is no special token, returns the whole text and two empty texts.
         """
-        parts = self._markup.split(text, maxsplit=1)
+        parts = self._markup_pattern.split(text, maxsplit=1)
         if len(parts) == 1:
             return text, "", ""
         start, token, end = parts
@@ -165,7 +181,8 @@ class Tokenizer:
     def load(cls, folder: str | Path, thinking: str = "auto") -> "Tokenizer":
         """Returns the tokenizer of a model folder, from its `tokenizer.json` and `tokenizer_config.json`.
 
-        `thinking` is the value of --thinking: `auto` is off if the template has a switch, else as the template has it.
+        `thinking` is the value of --thinking. `auto` switches thinking off if the template has a switch for it, and
+        otherwise leaves it as the template has it.
         Raises R3LiteError if the files are unusable.
         """
         folder = Path(folder)
@@ -203,7 +220,7 @@ class Tokenizer:
         if thinking == "on" and not thinks:
             # Qwen3 opens no thought; with thinking off, its turns begin with an empty one.
             without_thinking = ChatTemplate(source, where, tokens=tokens)
-            thinks = tokenizer._prompt != without_thinking.gaps(("user",), prompt=True)[1]
+            thinks = tokenizer._generation_prompt != without_thinking.gaps(("user",), prompt=True)[1]
         if (thinking == "on" and not thinks) or (thinking == "off" and thinks):
             raise R3LiteError(
                 f"the chat template in {folder} does not support --thinking {thinking}",
@@ -213,14 +230,17 @@ class Tokenizer:
         return tokenizer
 
     def _check_probes(self) -> None:
-        """Raises R3LiteError unless the tokens of PROBES are those of the rendered template."""
+        """Raises R3LiteError unless `chat` encodes the chats of PROBES like the rendered template.
+
+        Sets `_space_after_special` to False if the tokens differ with it.
+        """
         contents = {"system": "Answer in steps.", "user": "Who wrote it, and when?", "assistant": "Step 1: I look."}
         for roles in PROBES:
             messages = [{"role": role, "content": contents[role]} for role in roles]
-            text = self.template.render(self.folded(messages), prompt=True)
+            text = self.template.render(self.merge_system(messages), prompt=True)
             expected = self._marked.encode(text, add_special_tokens=False).ids
-            # If the tokens differ with a space after special tokens, they are compared without it.
-            self._space_first = self._space_first and self.chat(messages, prompt=True)[0] == expected
+            # Once False, the attribute stays False for the probes that follow.
+            self._space_after_special = self._space_after_special and self.chat(messages, prompt=True)[0] == expected
             ids = self.chat(messages, prompt=True)[0]
             if ids != expected:
                 ours = f"r3lite writes {', '.join(roles)} as {self._marked.decode(ids, False)!r}"
@@ -232,68 +252,72 @@ class Tokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """The CRC-32 of the tokens by their ids: models share a vocabulary if theirs are equal."""
+        """The CRC-32 of the tokens in the order of their ids. Models with equal fingerprints share a vocabulary."""
         vocabulary = self._marked.get_vocab(with_added_tokens=True)
         tokens = sorted(vocabulary.items(), key=lambda entry: entry[1])
         return f"{zlib.crc32(repr(tokens).encode()):08x}"
 
     @property
     def special_tokens(self) -> dict[str, str]:
-        """The special tokens of `tokenizer_config.json` by name, with the end of a turn and the padding of training."""
+        """The special tokens of `tokenizer_config.json` by name.
+
+        `eos_token` and `pad_token` are replaced by the tokens that end turns and fill rows up in training.
+        """
         variables = self.template.variables
         tokens = {name: variables[name] for name in SPECIAL if name in variables}
         return tokens | {"eos_token": self.stop, "pad_token": self._marked.id_to_token(self.pad_id)}
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of plain text that goes on after other text.
-
-        They are never special tokens: markup in it is text, too.
-        """
+        """Returns the token ids of plain text that continues other text. Markup in it becomes no special tokens."""
         if self._anchor is None:
             return self._plain.encode(text, add_special_tokens=False).ids
         return self._plain.encode("\n" + text, add_special_tokens=False).ids[len(self._anchor) :]
 
     def markup_in(self, text: str) -> str | None:
         """Returns the first markup in a text; None if it has none."""
-        match = self._markup.search(text)
+        match = self._markup_pattern.search(text)
         if match is None:
             return None
         return match[0]
 
     def encode_turn(self, text: str) -> list[int]:
-        """Returns the token ids of the text of an assistant turn, as a model writes it from the turn's beginning on."""
+        """Returns the token ids of the text of a whole assistant turn, as a model writes it: with its `lead`."""
         return self.encode_written(self.lead + text)
 
     def encode_written(self, text: str) -> list[int]:
-        """Returns the token ids of what a model writes.
+        """Returns the token ids of text that a model writes.
 
-        They are those of `encode`, but <think> and </think> are tokens if the vocabulary has them (Qwen3, R1 distills).
+        They differ from those of `encode` in one way: <think> and </think> become special tokens if the tokenizer has
+        these (Qwen3, R1 distills).
         """
-        if not self._added.keys() >= {*THOUGHT_ENDS}:
+        if not self._added.keys() >= {*THOUGHT_TAGS}:
             return self.encode(text)
-        first, *pieces = re.split(f"({'|'.join(THOUGHT_ENDS)})", text)
-        ids = list(self.encode(first))
-        for thought_end, piece in zip(pieces[::2], pieces[1::2]):
-            ids.append(self._added[thought_end])
-            ids += self._after_token(piece)
+        # The pattern has a group, so `split` returns the text before the first tag, then tags and texts in turn.
+        text_before, *tags_and_texts = re.split(f"({'|'.join(THOUGHT_TAGS)})", text)
+        ids = list(self.encode(text_before))
+        for tag, text_after in zip(tags_and_texts[::2], tags_and_texts[1::2]):
+            ids.append(self._added[tag])
+            ids += self._encode_after_token(text_after)
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Returns the text of token ids, without special tokens and ids that no token has."""
-        return self._marked.decode([id for id in ids if id not in self._unread], skip_special_tokens=False)
+        """Returns the text of token ids, without unknown ids and special tokens; <think> and </think> stay."""
+        return self._marked.decode([id for id in ids if id not in self._skipped_ids], skip_special_tokens=False)
 
     def cut(self, text: str, max_tokens: int) -> str:
         """Returns `text` up to the last token boundary at which it takes at most `max_tokens` tokens."""
         encoding = self._plain.encode(text, add_special_tokens=False)
-        count = max_tokens
+        cut_index = max_tokens
         while len(encoding.ids) > max_tokens:
-            if count <= 0:
+            if cut_index <= 0:
                 return ""
-            # Cut before token `count`; a character of several tokens is cut as a whole.
-            text = text[: encoding.offsets[count][0]]
+            # Cuts before the token at `cut_index`. A character that has several tokens is removed as a whole.
+            cut_character, _ = encoding.offsets[cut_index]
+            text = text[:cut_character]
             encoding = self._plain.encode(text, add_special_tokens=False)
-            # Usually that is enough. But the shorter text may be tokenized differently: then one token less.
-            count = min(count, len(encoding.ids)) - 1
+            # Usually one cut is enough. But the shorter text may have other tokens, and again too many: then the next
+            # cut is one token earlier.
+            cut_index = min(cut_index, len(encoding.ids)) - 1
         return text
 
     def open_chat(
@@ -303,14 +327,16 @@ class Tokenizer:
         earlier: Messages = (),
         shots: Messages = (),
     ) -> list[int]:
-        """Returns the tokens of a chat up to the model's turn after `user`, which follows a worked example and earlier
-        messages.
+        """Returns the tokens of a chat up to where the model's turn begins.
 
-        Its system message is that of `earlier`, else `system`, else the template's default; `shots`, the messages of
-        the example, stand after it. See `chat` for what messages are. Earlier replies lose their thoughts if the
-        template removes them; the example, which shows a format, keeps its own.
+        The chat has, in this order: a system message, the `shots` (messages of a worked example), the `earlier`
+        messages of the conversation, and the `user` message. Messages are as in `chat`. If `earlier` begins with a
+        system message, this message is used; else `system`; if that is None, the template's default.
+
+        Replies in `earlier` lose their thoughts if the template removes thoughts of earlier replies. Replies in `shots`
+        keep them, because the example shows the format.
         """
-        earlier = [self._shortened(message) for message in earlier]
+        earlier = [self._as_earlier(message) for message in earlier]
         head = []
         if earlier and earlier[0]["role"] == "system":
             head = [earlier.pop(0)]
@@ -320,41 +346,41 @@ class Tokenizer:
         return self.chat(messages, prompt=True)[0]
 
     def chat_text(self, messages: Messages) -> str:
-        """Returns the text of a chat up to the assistant's turn, without the token that a tokenizer puts before each
-        text."""
-        return self.template.render(self.folded(messages), prompt=True).removeprefix(self.first)
+        """Returns the text of a chat up to the assistant's turn, without `bos`."""
+        return self.template.render(self.merge_system(messages), prompt=True).removeprefix(self.bos)
 
     @property
-    def first(self) -> str:
-        """The token that the tokenizer puts before each text, or nothing."""
+    def bos(self) -> str:
+        """The text of the token that the tokenizer puts before each text; empty if it puts none."""
         return self._marked.decode(self._marked.encode("").ids, skip_special_tokens=False)
 
     @cached_property
-    def opening(self) -> list[int]:
-        """The tokens between a user message and the assistant's turn."""
-        return self.encode_marked([self._prompt])
+    def generation_prompt(self) -> list[int]:
+        """The tokens of the markup between the content of a user message and the assistant's turn."""
+        return self.encode_marked([self._generation_prompt])
 
     def assistant_turn(self) -> list[int]:
-        """Returns the tokens after the end of an assistant turn that open another one."""
+        """Returns the tokens that begin another assistant turn directly after the stop token of one."""
         gaps = self.template.gaps(("user", "assistant"), prompt=True)
-        _, _, next_turn = self._until_token(gaps[-1])
+        _, _, next_turn = self._split_at_token(gaps[-1])
         return self.encode_marked([next_turn])
 
     def user_turn(self, text: str) -> list[int]:
-        """Returns the tokens after the end of an assistant turn: a user turn and the opening of the next assistant
-        turn."""
+        """Returns the tokens of a user turn: from the stop token of an assistant turn up to the next assistant turn."""
         if "user" in self._trims:
             text = text.strip()
-        return self.encode_marked([self._to_user, text, self._prompt])
+        return self.encode_marked([self._user_start, text, self._generation_prompt])
 
     def chat(self, messages: Messages, prompt: bool = False) -> tuple[list[int], list[bool]]:
-        """Returns the tokens [T] of a whole conversation of `role` and `content`, and for each of them whether it is
-        trained on [T].
+        """Returns the tokens [T] of a conversation, and for each token whether it is trained on [T].
 
-        The contents of the assistant's turns and the tokens that end these turns are trained on, unless a message has
-        `train` False. Contents are encoded apart from the opening of the turn, as a model samples them after it. With
-        `prompt` the assistant's next turn is opened. Without `prompt`, R3LiteError is raised for a thought that is
-        switched off, and replies of `unlike_written` are as the template has them, and not trained on.
+        A message has `role` and `content`. Trained on are the contents of the assistant's messages, with the stop
+        tokens that end them, unless a message has `train` False. These contents are encoded apart from the markup
+        before them, because a model samples them after it.
+
+        With `prompt` the tokens end where the assistant's next turn begins. Without `prompt`, the `rewritten_replies`
+        are written as the template rewrites them, and are not trained on; and R3LiteError is raised if a reply has a
+        thought although thinking is off.
         """
         for message in messages:
             if message["role"] not in ROLES:
@@ -363,10 +389,10 @@ class Tokenizer:
                     f"The roles are {', '.join(ROLES)}.",
                     code="role-unknown",
                 )
-        messages = self.folded(messages)
-        changed: set[int] = set()
+        messages = self.merge_system(messages)
+        rewritten: set[int] = set()  # indices of messages
         if not prompt:
-            changed = self.unlike_written(messages)
+            rewritten = self.rewritten_replies(messages)
         gaps = self.template.gaps(tuple(message["role"] for message in messages), prompt)
         ids: list[int] = []
         trained: list[bool] = []
@@ -375,87 +401,93 @@ class Tokenizer:
             ids.extend(tokens)
             trained.extend([are_trained] * len(tokens))
 
-        texts = [gaps[0]]  # markup and contents in turn, since the last turn of the assistant
-        for number, (message, gap) in enumerate(zip(messages, gaps[1:], strict=True)):
+        # What comes after the stop token of the last assistant turn: markup and contents in turn.
+        texts = [gaps[0]]
+        for index, (message, gap) in enumerate(zip(messages, gaps[1:], strict=True)):
             if message["role"] != "assistant":
                 texts += [self._content(message), gap]
                 continue
-            if number in changed:
-                message = self._shortened(message)
-            opening = texts[-1].removesuffix(self.lead)
-            lead = texts[-1][len(opening) :]
+            if index in rewritten:
+                message = self._as_earlier(message)
+            # The last markup may end with the lead. It moves into the turn, because the model writes it.
+            markup = texts[-1].removesuffix(self.lead)
+            lead = texts[-1][len(markup) :]
             content = lead + self._content(message)
-            if not prompt and number not in changed:
-                opening, content = self._with_thought(opening, content)
-            tail, stop, gap = self._until_token(gap)
+            if not prompt and index not in rewritten:
+                markup, content = self._with_thought(markup, content)
+            tail, stop, next_markup = self._split_at_token(gap)
             turn = self.encode_written(content + tail)
             if stop:
                 turn.append(self._added[stop])
-            add(self.encode_marked([*texts[:-1], opening]), False)
-            add(turn, number not in changed and message.get("train", True))
-            texts = [gap]
-        add(self.encode_marked(texts), False)
+            add(self.encode_marked([*texts[:-1], markup]), are_trained=False)
+            add(turn, are_trained=index not in rewritten and message.get("train", True))
+            texts = [next_markup]
+        add(self.encode_marked(texts), are_trained=False)
         return ids, trained
 
-    def unlike_written(self, messages: Messages) -> set[int]:
-        """Returns the numbers of the replies that the template changes because a user message follows.
+    def rewritten_replies(self, messages: Messages) -> set[int]:
+        """Returns the indices of the replies that the template writes differently because a user message follows.
 
-        Templates of thinking models remove the thoughts of earlier replies, so that what follows is sampled without
-        them; R1's template removes even the beginning of an empty thought. Raises R3LiteError for a thought that is
-        switched off.
+        Templates of thinking models remove the thoughts of earlier replies, so the model samples later turns without
+        reading these. R1's template removes even the beginning of an empty thought. Raises R3LiteError if a reply has a
+        thought although thinking is off.
         """
-        last_user = -1
-        for number, message in enumerate(messages):
+        last_user = -1  # index of the last user message
+        for index, message in enumerate(messages):
             if message["role"] == "user":
-                last_user = number
-        changed = set()
-        for number, message in enumerate(messages):
+                last_user = index
+        rewritten = set()
+        for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            opening, reply = self._with_thought("", self._content(message))
-            if number < last_user and opening + reply != self._content(self._shortened(message)):
-                changed.add(number)
-        return changed
+            thought_start, reply = self._with_thought("", self._content(message))
+            if index < last_user and thought_start + reply != self._content(self._as_earlier(message)):
+                rewritten.add(index)
+        return rewritten
 
     def _content(self, message: dict[str, str]) -> str:
-        """Returns the content of a message as the template writes it."""
+        """Returns the content of a message, stripped if the template strips the contents of this role."""
         if message["role"] in self._trims:
             return message["content"].strip()
         return message["content"]
 
-    def _shortened(self, message: dict[str, str]) -> dict[str, str]:
-        """Returns a message as the template writes it before a later user message."""
+    def _as_earlier(self, message: dict[str, str]) -> dict[str, str]:
+        """Returns a message as the template writes it before a later user message: a reply may lose its thought."""
         if message["role"] != "assistant":
             return message
-        return {**message, "content": self.template.earlier(message["content"])}
+        return {**message, "content": self.template.earlier_reply(message["content"])}
 
-    def _with_thought(self, opening: str, text: str) -> tuple[str, str]:
-        """Returns the opening of an assistant turn and the text that the assistant wrote after it, as after
-        `open_chat`, which may have opened a thought."""
+    def _with_thought(self, markup: str, text: str) -> tuple[str, str]:
+        """Returns the markup before an assistant's reply and the text of the reply, split where sampling begins.
+
+        The markup that begins a turn for sampling may open a thought, or write an empty one. So:
+        - An empty thought at the end of `markup` is removed if the reply has a thought.
+        - If the template opens thoughts, <think> moves from the reply to the markup; a reply without a thought first
+          ends the thought, which stays empty.
+        """
         thinks = THOUGHT_END in text and (self.opens_thought or text.lstrip().startswith(THINK))
         if thinks:
             self.check_thinking()
-            opening = EMPTY_THOUGHT.sub("", opening)
+            markup = EMPTY_THOUGHT.sub("", markup)
         if not self.opens_thought:
-            return opening, text
-        thought_opening = self._prompt[self._prompt.index(THINK) :]
+            return markup, text
+        thought_start = self._generation_prompt[self._generation_prompt.index(THINK) :]
         if thinks:
             text = text.lstrip().removeprefix(THINK).lstrip("\n")
         else:
             text = f"\n{THOUGHT_END}\n\n{text}"
-        return opening + thought_opening, text
+        return markup + thought_start, text
 
     def check_thinking(self) -> None:
-        """Raises R3LiteError if the template ends the thought of each turn before it begins."""
-        if self._closes_thought:
+        """Raises R3LiteError if thinking is off: the template writes an empty thought before each reply."""
+        if self._thinking_is_off:
             cause = "the data have replies with a thought in <think>, but thinking is off in the chat template"
             raise R3LiteError(
                 cause, "Pass --thinking on, here and to all commands that use the adapter.", code="thoughts-off"
             )
 
-    def folded(self, messages: Messages) -> Messages:
-        """Returns messages with the system message before the first user message, if the template has no place for
-        it."""
+    def merge_system(self, messages: Messages) -> Messages:
+        """Returns the messages. If the template has no system messages, their text begins the first user message."""
         if self._takes_system or not messages or messages[0]["role"] != "system":
             return messages
         system, *turns = messages
@@ -466,28 +498,30 @@ class Tokenizer:
         return [{"role": "user", "content": text}, *turns]
 
     def encode_marked(self, texts: Sequence[str]) -> list[int]:
-        """Returns the tokens of markup and contents in turn, beginning with markup.
+        """Returns the tokens of texts that are markup and contents in turn, beginning with markup.
 
-        Only markup has special tokens. Text between two of them is encoded as a whole, as it is in a rendered chat.
+        Only in markup do special tokens count. The text between two special tokens, which may be of several texts, is
+        encoded as a whole, as in a rendered chat.
         """
         ids: list[int] = []
         text_run = ""  # the text since the last special token
-        for number, text in enumerate(texts):
-            is_content = number % 2 == 1
+        for index, text in enumerate(texts):
+            is_content = index % 2 == 1
             if is_content:
                 text_run += text
                 continue
-            for piece in self._markup.split(text):
+            for piece in self._markup_pattern.split(text):
                 if piece not in self._added:
                     text_run += piece
                     continue
-                ids += self._after_token(text_run)
+                ids += self._encode_after_token(text_run)
                 ids.append(self._added[piece])
                 text_run = ""
-        return ids + self._after_token(text_run)
+        return ids + self._encode_after_token(text_run)
 
-    def _after_token(self, text: str) -> list[int]:
-        """Returns the token ids of text that follows a special token."""
-        if not text or not self._space_first:
+    def _encode_after_token(self, text: str) -> list[int]:
+        """Returns the token ids of text that follows a special token, perhaps with the space of SentencePiece."""
+        if not text or not self._space_after_special:
             return self.encode(text)
+        # Unlike `encode`, this does not prevent the space.
         return self._plain.encode(text, add_special_tokens=False).ids

@@ -1,7 +1,7 @@
-"""An episode in tokens with its action mask, and its steps so far.
+"""An episode as one growing token sequence with its action mask, and its steps so far.
 
-A transcript is one growing token sequence, for SFT rows, rollouts and baselines alike. A `Layout` appends the prompt
-and the documents to it; the turns are written by a model or taken from a trajectory.
+SFT rows, rollouts and baselines are all transcripts. A `Layout` appends the prompt and the documents; the turns are
+written by a model or taken from a trajectory.
 """
 
 from collections.abc import Sequence
@@ -15,22 +15,23 @@ from r3lite.core.token_record import TokenRecord
 class Transcript(TokenRecord):
     """The tokens of one episode and its steps so far.
 
-    In a turn with a *forced answer* the layout writes the heading of the answer, and the model only the answer. Answers
-    are forced after --max-hops steps that search, after a turn that a limit cut off, where no documents fit, and in
-    baselines.
+    In a turn with a *forced answer* the layout writes the heading of the answer, and the model writes only the answer.
+    The layout forces an answer after --max-hops steps that search, after a turn that a limit cut off, where no
+    documents fit, and in some baselines.
     """
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    step_ends: list[int] = field(default_factory=list)  # index of each step's last token, to which its reward belongs
+    step_ends: list[int] = field(default_factory=list)  # index of each step's last token, which gets the step's reward
     finish: str | None = None  # None: the episode goes on
     turn_start: int = 0  # index of the first token of the current turn
-    forced_step: Step | None = None  # the step whose forced answer the model writes in the current turn
-    # `forced_step` of the last turn, kept after that is closed: `Sequence.reopened` samples the turn again.
+    # The step whose forced answer the model writes in the current turn. None: no answer is forced in this turn.
+    forced_step: Step | None = None
+    # The `forced_step` of the last turn after this turn is closed, for `Sequence.reopened`, which samples it again.
     closed_forced_step: Step | None = None
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
     is_last_turn: bool = False  # the current turn ends the episode: no documents and no forced answer follow it
-    failure: str | None = None  # why the retriever failed, if it failed at a query of the episode
+    failure: str | None = None  # why the retriever failed at a query of the episode; None: it did not fail
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Appends tokens that the model did not write. A new turn starts after them.

@@ -28,7 +28,7 @@ def colour(number: int) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Values over steps; None where nothing is known, which leaves a gap."""
+    """Values over steps; None leaves a gap, where no value is known. `colour` and `dash` are numbers of styles."""
 
     label: str
     xs: Sequence[float]
@@ -43,7 +43,7 @@ class Line:
 
     @property
     def stroke(self) -> str:
-        """Its colour and dash as SVG attributes."""
+        """The line's colour and dash as SVG attributes."""
         return f'stroke="{colour(self.colour)}" stroke-dasharray="{DASHES[self.dash % len(DASHES)]}"'
 
 
@@ -68,20 +68,20 @@ class Lines:
 
     @property
     def is_logarithmic(self) -> bool:
-        """True if the scale is logarithmic."""
+        """Whether the scale is logarithmic."""
         lowest = [min(line.values, default=1.0) for line in self.lines]
         return self.log and min(lowest, default=1.0) > 0
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """The labels of the lines, each with a sample of it in SVG."""
+        """The label of each line, and a sample of the line in SVG."""
         sample = '<line x1="0" x2="26" y1="5" y2="5" stroke-width="2.2" {}/>'
         return [(line.label, sample.format(line.stroke)) for line in self.lines]
 
 
 @dataclass(frozen=True)
 class Bars:
-    """A chart of bars: in each group one per series, None if it is not known."""
+    """A chart of bars: each series has a bar for each group, or None if the value is not known."""
 
     name: str
     title: str
@@ -91,7 +91,7 @@ class Bars:
 
     @property
     def legend(self) -> list[tuple[str, str]]:
-        """The labels of the series, each with a sample of it in SVG."""
+        """The label of each series, and a sample of its bars in SVG."""
         samples = []
         for i, label in enumerate(self.series):
             samples.append((label, f'<rect width="14" height="10" x="4" fill="{colour(i)}"/>'))
@@ -123,8 +123,8 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Returns about `count` round numbers, 1, 2 or 5 times a power of ten apart, from `low` up to `high`."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
-    smallest = rough * (1 - 1e-9)
-    step = next(m * power for m in (1, 2, 5, 10) if m * power >= smallest)
+    least_step = rough * (1 - 1e-9)  # 1e-9 here and below allows for rounding errors
+    step = next(m * power for m in (1, 2, 5, 10) if m * power >= least_step)
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [i * step for i in range(first, last + 1)]
@@ -143,11 +143,11 @@ def number(value: float) -> str:
 
 
 def tick_labels(values: Sequence[float]) -> list[str]:
-    """Returns ticks as text: by `number`, unless that would round one of them; then all have the decimals they need."""
+    """Returns ticks as text: by `number`, or with as many decimals as needed if `number` would round one of them."""
     labels = [number(value) for value in values]
     step = min((after - before for before, after in pairwise(values)), default=math.inf)
-    pairs = zip(values, labels, strict=True)
-    if all(abs(float(label.replace(",", "")) - value) < step / 100 for value, label in pairs):
+    shown_values = [float(label.replace(",", "")) for label in labels]
+    if all(abs(shown - value) < step / 100 for shown, value in zip(shown_values, values, strict=True)):
         return labels
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return [f"{value:,.{decimals}f}" for value in values]
@@ -155,9 +155,9 @@ def tick_labels(values: Sequence[float]) -> list[str]:
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps values to places between `start` and `end`."""
+    """Maps values to places in the picture: `low` to `start`, and `high` to `end`."""
 
-    low: float
+    low: float  # of values, or of their decimal logarithms if `log`
     high: float
     start: float
     end: float
@@ -186,13 +186,18 @@ class Scale:
                 log=True,
             )
         margin = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
-        below = 0 if zero and low == 0 else margin
-        above = 0 if zero and high == 0 > low else margin
-        return Scale(low - below, high + above, start, end)
+        below = margin
+        if zero and low == 0:
+            below = 0
+        above = margin
+        if zero and low < 0 and high == 0:
+            above = 0
+        return Scale(low=low - below, high=high + above, start=start, end=end)
 
     def __call__(self, value: float) -> float:
         """Returns the place of a value."""
-        value = math.log10(value) if self.log else value
+        if self.log:
+            value = math.log10(value)
         share = (value - self.low) / (self.high - self.low)
         return self.start + share * (self.end - self.start)
 
@@ -209,10 +214,10 @@ class Scale:
 def svg(chart: Chart) -> str:
     """Returns the chart as an SVG element, with its numbers in words for those who cannot see it."""
     if isinstance(chart, Lines):
-        drawn, spoken = _lines(chart)
+        drawn, in_words = _lines(chart)
     else:
-        drawn, spoken = _bars(chart)
-    label = escape(f"{chart.title}. {spoken}", quote=True)
+        drawn, in_words = _bars(chart)
+    label = escape(f"{chart.title}. {in_words}", quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{drawn}</svg>'
 
 
@@ -238,13 +243,19 @@ def _lines(chart: Lines) -> tuple[str, str]:
     values = [y for line in lines for y in line.values]
     steps = [x for line in lines for x in line.xs]
     across = Scale.over(steps, LEFT, WIDTH - RIGHT)
-    up = Scale.over(values, HEIGHT - BOTTOM, TOP, chart.is_logarithmic, zero=chart.unit == "share")
+    up = Scale.over(
+        values,
+        start=HEIGHT - BOTTOM,
+        end=TOP,
+        log=chart.is_logarithmic,
+        zero=chart.unit == "share",
+    )
     drawn = [_axis(up)]
     for tick in ticks(across.low, across.high, 6):
         if tick == int(tick) and tick >= 0:
             drawn.append(_below(across(tick), f"{tick:,.0f}"))
     drawn.append(_below((LEFT + WIDTH - RIGHT) / 2, "step", HEIGHT - 4))
-    spoken = []
+    in_words = []
     for line in lines:
         for part in stretches(line):
             places = [(f"{across(x):.1f}", f"{up(y):.1f}") for x, y in part]
@@ -254,19 +265,21 @@ def _lines(chart: Lines) -> tuple[str, str]:
                 x, y = places[0]
                 drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour(line.colour)}"/>')
         if line.values:
-            spoken.append(f"{line.label}: from {number(line.values[0])} to {number(line.values[-1])}")
-    return "".join(drawn), "; ".join(spoken)
+            in_words.append(f"{line.label}: from {number(line.values[0])} to {number(line.values[-1])}")
+    return "".join(drawn), "; ".join(in_words)
 
 
 def stretches(line: Line) -> list[list[tuple[float, float]]]:
-    """Returns the stretches of points without a gap.
+    """Returns the stretches of a line between its gaps, each a list of points (x, y).
 
-    Gaps of a line that has few values, such as a validation's, are bridged.
+    A line with values at fewer than half of its steps, such as a validation's, is one stretch.
     """
     points = list(zip(line.xs, line.ys, strict=True))
     with_value = [(x, y) for x, y in points if y is not None]
     if len(with_value) * 2 < len(points):
-        return [with_value] if with_value else []
+        if not with_value:
+            return []
+        return [with_value]
     stretches = groupby(points, key=lambda point: point[1] is not None)
     return [list(stretch) for has_value, stretch in stretches if has_value]
 
@@ -279,7 +292,7 @@ def _bars(chart: Bars) -> tuple[str, str]:
         ends += [end for end in (bar.value, bar.low, bar.high) if end is not None]
     up = Scale.over(ends, HEIGHT - BOTTOM, TOP, zero=True)
     drawn = [_axis(up)]
-    spoken = []
+    in_words = []
     group_width = (WIDTH - LEFT - RIGHT) / max(1, len(chart.groups))
     width = group_width * 0.8 / max(1, len(chart.series))
     for i, group in enumerate(chart.groups):
@@ -291,13 +304,13 @@ def _bars(chart: Bars) -> tuple[str, str]:
                 continue
             text = f"{label}, {group}: {number(bar.value)}"
             x = middle + (k - len(chart.series) / 2) * width
-            drawn.append(_bar(bar, up, x, width, colour(k), text))
-            spoken.append(text)
-    return "".join(drawn), "; ".join(spoken)
+            drawn.append(_bar(bar, up, x=x, width=width, fill=colour(k), text=text))
+            in_words.append(text)
+    return "".join(drawn), "; ".join(in_words)
 
 
 def _bar(bar: Bar, up: Scale, x: float, width: float, fill: str, text: str) -> str:
-    """Returns one bar, from `x` on, with its interval as SVG."""
+    """Returns one bar, whose left side is at `x`, with its interval as SVG; `text` is its tooltip."""
     top, bottom = sorted((up(bar.value), up(0)))
     drawn = (
         f'<rect x="{x + width * 0.06:.1f}" y="{top:.1f}" width="{width * 0.88:.1f}" '

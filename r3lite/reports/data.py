@@ -20,13 +20,16 @@ PARTS = {
     "paragraphs": "Paragraphs of a question",
     "gold": "Gold paragraphs of a question",
 }
-COUNTED = ("steps", "paragraphs", "gold")
+COUNTED = ("steps", "paragraphs", "gold")  # parts whose size is their number, not their length
 BINS = 10
 
 
 @dataclass(frozen=True)
 class DataFile:
-    """The sizes of the parts of each row: lengths in `unit`, and of COUNTED parts how many there are."""
+    """The sizes of the parts of each row of a file, by the keys of PARTS.
+
+    The size of a part in COUNTED is a number of things; the size of any other part is a length in `unit`.
+    """
 
     name: str
     unit: str
@@ -39,12 +42,12 @@ class DataFile:
         return f"data, {len(self.sizes)} {self.noun}"
 
     def of(self, part: str) -> list[int]:
-        """Returns the sizes of a part, of the rows that have it."""
+        """Returns the sizes of a part in the rows that have it."""
         return [sizes[part] for sizes in self.sizes if part in sizes]
 
 
 def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
-    """Returns the lengths of a file of trajectories, as `collect` writes them, by `length` of a text, in `unit`.
+    """Returns the sizes of a file of trajectories, as `collect` writes them. `length` returns that of a text in `unit`.
 
     Raises R3LiteError if no line has a question.
     """
@@ -64,7 +67,7 @@ def of_questions(
     length: Callable[[str], int],
     unit: str,
 ) -> DataFile:
-    """Returns the lengths of questions as a data set has them, by `length` of a text, in `unit`."""
+    """Returns the sizes of questions as a data set has them. `length` returns that of a text in `unit`."""
     sizes = [_of_question(question, length) for question in questions]
     return DataFile(name, unit, sizes, "questions")
 
@@ -106,26 +109,32 @@ def charts(files: Sequence[DataFile]) -> dict[str, list[Chart]]:
 
 
 def _histogram(part: str, title: str, sizes: dict[str, list[int]], unit: str) -> Bars:
-    """Returns rows by size, in bins of equal round width."""
+    """Returns the numbers of rows by the size of a part, in bins of equal round width; `sizes` are by file."""
     all_sizes = list(chain.from_iterable(sizes.values()))
     low = min(all_sizes)
     high = max(all_sizes)
-    round_step = ticks(0, max(1, high - low), BINS)[1]
-    step = max(1, round(round_step))
-    first_edge = low // step * step
-    edges = range(first_edge, high + 1, step)
+    _, round_width, *_ = ticks(0, max(1, high - low), BINS)  # the first tick is 0
+    width = max(1, round(round_width))
+    first_edge = low // width * width
+    edges = range(first_edge, high + 1, width)
     bars = {}
-    for name, of_file in sizes.items():
-        bars[name] = [Bar(_count(of_file, edge, step)) for edge in edges]
-    groups = [number(edge) if step == 1 else f"{number(edge)}+" for edge in edges]
+    for name, sizes_of_file in sizes.items():
+        bars[name] = [Bar(_count(sizes_of_file, edge, width)) for edge in edges]
+    groups = [number(edge) for edge in edges]
+    if width > 1:
+        groups = [f"{group}+" for group in groups]
+    unit_of_rows = f"rows, by {unit}"
+    if part in COUNTED:
+        unit_of_rows = "rows"
     return Bars(
         name=f"data-{part}",
         title=title,
-        unit="rows" if part in COUNTED else f"rows, by {unit}",
+        unit=unit_of_rows,
         groups=groups,
         series=bars,
     )
 
 
-def _count(sizes: Sequence[int], edge: int, step: int) -> int:
-    return sum(edge <= size < edge + step for size in sizes)
+def _count(sizes: Sequence[int], edge: int, width: int) -> int:
+    """Returns how many sizes are in the bin from `edge` to `edge` + `width` - 1."""
+    return sum(edge <= size < edge + width for size in sizes)

@@ -40,24 +40,30 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
 
 def _grouped(runs: Sequence[Run], key: str, title: str) -> Bars:
     """Returns exact match by the groups of questions that are under `key` in scores.json."""
-    having = [run for run in runs if key in run.scores]
-    groups = sorted({group for run in having for group in run.scores[key]}, key=_place)
+    runs_with_groups = [run for run in runs if key in run.scores]
+    groups: set[str] = set()
+    for run in runs_with_groups:
+        groups |= run.scores[key].keys()
+    sorted_groups = sorted(groups, key=_sort_key)
     by_run = {}
-    for run in having:
+    for run in runs_with_groups:
         scores_by_group = run.scores[key]
-        by_run[run.name] = [_bar(scores_by_group.get(group, {}), "em") for group in groups]
+        by_run[run.name] = [_bar(scores_by_group.get(group, {}), "em") for group in sorted_groups]
     return Bars(
         name=key.replace("_", "-"),
         title=f"Exact match by {title}",
         unit="",
-        groups=groups,
+        groups=sorted_groups,
         series=by_run,
     )
 
 
-def _place(group: str) -> tuple[int, str]:
+def _sort_key(group: str) -> tuple[int, str]:
     """Returns the sort key of a group: numbers of hops by their size, types by their names."""
-    return (int(group) if group.isdecimal() else 0), group
+    hops = 0
+    if group.isdecimal():
+        hops = int(group)
+    return hops, group
 
 
 def _bar(scores: dict, name: str) -> Bar | None:
@@ -92,7 +98,10 @@ def table(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def difference_rows(differences: dict[str, tuple[str, dict]]) -> list[list[str]]:
-    """Returns how much the main scores of each evaluation are above those of the first; the first row is the head."""
+    """Returns rows of how much the main scores of evaluations are above those of the first; the first row is the head.
+
+    `differences` is that of page.Report.
+    """
     rows = [["", *OVERVIEW.values()]]
     for name, (first_name, by_metric) in differences.items():
         cells = [_difference_cell(by_metric.get(metric)) for metric in OVERVIEW]
@@ -101,7 +110,7 @@ def difference_rows(differences: dict[str, tuple[str, dict]]) -> list[list[str]]
 
 
 def kinds(run: Run) -> dict[str, list[Record]]:
-    """Returns the predictions of an evaluation by how they turned out, the commonest kind first."""
+    """Returns the predictions of an evaluation by `kind_of`, the commonest kind first."""
     by_kind: dict[str, list[Record]] = {}
     for line in run.predictions:
         by_kind.setdefault(kind_of(line), []).append(line)
@@ -109,20 +118,22 @@ def kinds(run: Run) -> dict[str, list[Record]]:
 
 
 def kind_rows(kinds: dict[str, list[Record]]) -> list[list[str]]:
-    """Returns how many answers are of each kind, and their share of the questions that count in the scores.
+    """Returns rows of each kind, its number of answers, and their share of the questions that count in the scores.
 
     The first row is the head.
     """
     counted = sum(len(lines) for kind, lines in kinds.items() if kind != FAILED)
     rows = [["", "answers", "share"]]
     for kind, lines in kinds.items():
-        share = "-" if kind == FAILED else f"{len(lines) / counted:.1%}"
+        share = "-"
+        if kind != FAILED:
+            share = f"{len(lines) / counted:.1%}"
         rows.append([kind, str(len(lines)), share])
     return rows
 
 
 def kind_of(line: Record) -> str:
-    """Returns the kind of answer that a line of predictions.jsonl is an example of."""
+    """Returns how the answer in a line of predictions.jsonl turned out, in words."""
     if "failure" in line:
         return FAILED
     if line.number("em") == 1:

@@ -9,18 +9,18 @@ from r3lite.reports.chart import Chart, Line, Lines
 from r3lite.reports.run import Run
 
 MAX_FAULTS = 6  # kinds of faults in one chart; more lines could not be distinguished
-EVERY = "*"  # in a metric's name: any one word, which becomes the label
+ANY_WORD = "*"  # in the name of a metric: any text without a slash; it becomes the label
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart: metrics by name, and what each is called in it. It is left out if no run has any of them."""
+    """A chart of metrics. It is left out if no run has any of them."""
 
     name: str
     title: str
-    metrics: dict[str, str]
+    metrics: dict[str, str]  # names, in which ANY_WORD may stand, and labels; a blank label: what ANY_WORD stands for
     unit: str = ""
-    log: bool = False
+    log: bool = False  # whether the scale is logarithmic if all values are above 0
 
 
 PANELS = {
@@ -74,7 +74,7 @@ PANELS = {
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
     """Returns the charts by section. Each command has charts of its own: a loss of SFT is not a loss of RL.
 
-    A single run has a colour for each metric; among several runs each run has a colour, and each metric has dashes.
+    With a single run, each metric has a colour. With several runs, each run has a colour, and each metric a dash.
     """
     trained = [run for run in runs if run.metrics]
     commands = list(dict.fromkeys(run.command for run in trained))
@@ -93,60 +93,65 @@ def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
 
 
 def _chart(panel: Panel, runs: Sequence[Run]) -> Lines:
+    """Returns the chart of a panel, which may have no lines; the chart of the memory also has the planned memory."""
     metrics = _metrics_of(panel, runs)
     lines = []
     for i, run in enumerate(runs):
         style = _Style(
-            number=i,
-            name=run.name,
-            alone=len(runs) == 1,
-            one_metric=len(metrics) == 1,
+            run_number=i,
+            run_name=run.name,
+            is_only_run=len(runs) == 1,
+            is_only_metric=len(metrics) == 1,
         )
         for k, (name, label) in enumerate(metrics.items()):
             rows = [row for row in run.metrics if name in row]
             steps = [row["step"] for row in rows]
             ys = [_number(row[name]) for row in rows]
-            if any(y is not None for y in ys):  # this run has the metric, not only another run
-                lines.append(style.line(k, label, steps, ys))
+            if any(y is not None for y in ys):  # else only other runs have the metric
+                lines.append(style.line(k, label, xs=steps, ys=ys))
         planned = run.summary.get("planned_memory_mib")
         if panel.name == "memory" and planned:
             ends = [run.metrics[0]["step"], run.metrics[-1]["step"]]
-            labelled = replace(style, one_metric=False)
-            lines.append(labelled.line(1, "planned", ends, [planned, planned]))
-    return Lines(panel.name, panel.title, panel.unit, lines, log=panel.log)
+            style_of_two = replace(style, is_only_metric=False)
+            lines.append(style_of_two.line(1, "planned", xs=ends, ys=[planned, planned]))
+    return Lines(panel.name, panel.title, unit=panel.unit, lines=lines, log=panel.log)
 
 
 def _number(value: object) -> float | None:
-    return value if isinstance(value, (int, float)) else None
+    if isinstance(value, (int, float)):
+        return value
+    return None
 
 
 @dataclass(frozen=True)
 class _Style:
-    """Draws the lines of one run: alone, each metric has a colour; among several runs, each run has one."""
+    """How the lines of one run look and what they are called in a chart."""
 
-    number: int  # of the run
-    name: str
-    alone: bool
-    one_metric: bool
+    run_number: int
+    run_name: str
+    is_only_run: bool
+    is_only_metric: bool
 
-    def line(self, metric: int, label: str, xs: list, ys: list) -> Line:
-        """Returns the line of the metric with this number."""
-        if self.alone:
-            return Line(label, xs, ys, colour=metric, dash=metric)
-        label = self.name if self.one_metric else f"{self.name}: {label}"
-        return Line(label, xs, ys, colour=self.number, dash=metric)
+    def line(self, metric_number: int, label: str, xs: list, ys: list) -> Line:
+        """Returns the line of a metric; `label` is the metric's."""
+        if self.is_only_run:
+            return Line(label, xs, ys, colour=metric_number, dash=metric_number)
+        full_label = f"{self.run_name}: {label}"
+        if self.is_only_metric:
+            full_label = self.run_name
+        return Line(full_label, xs, ys, colour=self.run_number, dash=metric_number)
 
 
 def _metrics_of(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
-    """Returns the metrics of a panel that some run has, by name with a label each, a * standing for any word."""
-    logged: dict[str, None] = {}  # in the order of the logs
+    """Returns the labels of the metrics of a panel that any run has logged, by the metrics' full names."""
+    logged: dict[str, None] = {}  # the names of all metrics, each once, in the order of the logs
     for run in runs:
         for row in run.metrics:
             logged |= dict.fromkeys(name for name, value in row.items() if value is not None)
     labels = {}
     for pattern, label in panel.metrics.items():
         for name in logged:
-            match = re.fullmatch(pattern.replace(EVERY, "([^/]*)"), name)
+            match = re.fullmatch(pattern.replace(ANY_WORD, "([^/]*)"), name)
             if match:
                 labels[name] = label or match[1].replace("_", " ")
     return labels
@@ -162,14 +167,14 @@ def _faults(runs: Sequence[Run]) -> Lines:
     lines = []
     for i, run in enumerate(runs):
         style = _Style(
-            number=i,
-            name=run.name,
-            alone=len(runs) == 1,
-            one_metric=False,
+            run_number=i,
+            run_name=run.name,
+            is_only_run=len(runs) == 1,
+            is_only_metric=False,
         )
         rounds = [number for number in sorted(run.faults) if run.steps[number]]
         for k, kind in enumerate(kinds):
             shares = [run.faults[number][kind] / run.steps[number] for number in rounds]
             if any(shares):
-                lines.append(style.line(k, kind.replace("_", " "), rounds, shares))
-    return Lines("faults", "Steps with a fault", "share", lines)
+                lines.append(style.line(k, kind.replace("_", " "), xs=rounds, ys=shares))
+    return Lines("faults", "Steps with a fault", unit="share", lines=lines)

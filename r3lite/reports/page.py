@@ -21,8 +21,8 @@ ANSWERS = "Answers by outcome"  # heading of a section
 class Report:
     """The content of a page: runs, files of data, and how evaluations differ.
 
-    `differences` has, by the name of an evaluation, the name of the first evaluation on the same questions, and what
-    evaluation.comparisons.compare tells of the two.
+    The keys of `differences` are names of evaluations. A value has the name of the first evaluation on the same
+    questions, and what evaluation.comparisons.compare returns for the two.
     """
 
     runs: Sequence[Run]
@@ -39,7 +39,7 @@ class Report:
 
 
 def html(report: Report, date_line: str, reload_seconds: int | None = None) -> str:
-    """Returns the page; `date_line` tells when it was made. With `reload_seconds`, browsers reload it after so many."""
+    """Returns the page. `date_line` says when it was written; browsers reload it every `reload_seconds`, if given."""
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["anchor"] = lambda name: re.sub(r"[\W_]", "-", name.lower())
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -49,18 +49,27 @@ def html(report: Report, date_line: str, reload_seconds: int | None = None) -> s
     answers = _answers(runs)
     episodes = _episodes(runs)
     settings = _settings(runs)
-    sections = [*charts]
+    sections = list(charts)  # the headings of the page
     if answers:
         sections.append(ANSWERS)
     sections += episodes
     if settings:
         sections.append("Settings")
+    title = f"{len(names)} runs"
+    if len(names) == 1:
+        title = names[0]
+    which_settings = "settings that differ"
+    if len(runs) == 1:
+        which_settings = "all settings"
+    notes = []
+    for run in runs:
+        notes += [f"{run.name}: {note}" for note in (*run.notes, *_alarms(run))]
     return template.render(
-        title=names[0] if len(names) == 1 else f"{len(names)} runs",
+        title=title,
         date_line=date_line,
         reload_seconds=reload_seconds,
         overview=_overview(report),
-        notes=[f"{run.name}: {note}" for run in runs for note in (*run.notes, *_alarms(run))],
+        notes=notes,
         sections=sections,
         charts=charts,
         svg=svg,
@@ -70,7 +79,7 @@ def html(report: Report, date_line: str, reload_seconds: int | None = None) -> s
         answers=answers,
         episodes=episodes,
         settings=settings,
-        which_settings="all settings" if len(runs) == 1 else "settings that differ",
+        which_settings=which_settings,
     )
 
 
@@ -87,25 +96,27 @@ def _overview(report: Report) -> list[list[str]]:
 
 
 def _count(figure: float | None) -> str:
-    return "-" if figure is None else f"{figure:,.0f}"
+    if figure is None:
+        return "-"
+    return f"{figure:,.0f}"
 
 
 def _alarms(run: Run) -> list[str]:
-    """Returns warnings of alarms of the collapse guard, of steps without a finite loss, and of an empty log."""
+    """Returns warnings: that the collapse guard raised alarms, that losses were not finite, that nothing was logged."""
     alarms = [f"{row['guard/alarm']} (step {row['step']})" for row in run.metrics if row.get("guard/alarm")]
-    blank_steps = [row["step"] for row in run.metrics if "loss" in row and row["loss"] is None]
+    steps_without_loss = [row["step"] for row in run.metrics if "loss" in row and row["loss"] is None]
     warnings = []
     if alarms:
         warnings.append(f"the collapse guard raised an alarm: {', '.join(alarms)}")
-    if blank_steps:
-        warnings.append(f"no finite loss in {len(blank_steps)} steps, such as step {blank_steps[0]}")
+    if steps_without_loss:
+        warnings.append(f"no finite loss in {len(steps_without_loss)} steps, such as step {steps_without_loss[0]}")
     if not run.metrics and not run.scores:
         warnings.append("nothing logged yet")
     return warnings
 
 
 def _answers(runs: Sequence[Run]) -> list[tuple[str, list[list[str]], list[dict]]]:
-    """Returns the name of each evaluation, how its answers turned out, and some that are wrong."""
+    """Returns for each evaluation its name, a table of the kinds of its answers, and examples of wrong answers."""
     by_run = []
     for run in runs:
         kinds = evaluations.kinds(run)
@@ -120,21 +131,24 @@ def _answers(runs: Sequence[Run]) -> list[tuple[str, list[list[str]], list[dict]
 
 
 def _episodes(runs: Sequence[Run]) -> dict[str, dict[str, list[dict]]]:
-    """Returns the episodes of each run's first and newest round, by section and round."""
+    """Returns the episodes of each run's first and newest round, by the heading of the section, then by round."""
     by_section = {}
     for run in runs:
-        rounds = zip(("first round", "latest round"), run.episodes.values())  # a run holds no others
+        # `run.episodes` has the first round and, if there were several, the newest.
+        rounds = zip(("first round", "latest round"), run.episodes.values())
         episodes = {round_name: list(map(_episode, lines)) for round_name, lines in rounds}
+        section = f"Episodes of {run.name}"
+        if len(runs) == 1:
+            section = "Episodes"
         if episodes:
-            section = "Episodes" if len(runs) == 1 else f"Episodes of {run.name}"
             by_section[section] = episodes
     return by_section
 
 
 def _settings(runs: Sequence[Run]) -> list[list[str]]:
-    """Returns all settings of one run, of several those that differ; the first row is the head.
+    """Returns rows of the settings: of a single run all, of several runs those that differ. The first row is the head.
 
-    The list is empty if there are none to show.
+    Returns [] if there are none to show.
     """
     names = dict.fromkeys(name for run in runs for name in run.settings)
     if not names:
@@ -144,22 +158,32 @@ def _settings(runs: Sequence[Run]) -> list[list[str]]:
         values = [str(run.settings.get(name, "-")) for run in runs]
         if len(runs) == 1 or len(set(values)) > 1:
             rows.append([name, *values])
-    return rows if len(rows) > 1 else []
+    if len(rows) == 1:
+        return []
+    return rows
 
 
 def _episode(line: Record, prefix: str = "") -> dict:
-    """Returns what the page shows of an episode or a prediction: its steps, gold documents marked, and its rewards."""
+    """Returns what the page shows of an episode or a prediction, such as its steps and its rewards.
+
+    `prefix` begins the question. `gold` has the ids of the documents that are marked as gold.
+    """
     rewards = line.values.get("rewards") or {}
     em = rewards.get("em", line.values.get("em"))
     mark = None
     if em is not None:
-        mark = "right" if em == 1 else "wrong"
+        mark = "wrong"
+        if em == 1:
+            mark = "right"
     prediction = line.text("prediction", "", blank=True)
+    outcome = f"no answer ({line.text('finish', 'unknown')})"
+    if prediction:
+        outcome = f"prediction: {prediction}"
     numbers = [f"{name} {number(value)}" for name, value in rewards.items() if isinstance(value, (int, float))]
     return {
         "question": prefix + line.text("question", "", blank=True),
         "mark": mark,
-        "prediction": f"prediction: {prediction}" if prediction else f"no answer ({line.text('finish', 'unknown')})",
+        "prediction": outcome,
         "answers": " or ".join(line.texts("answers", ())),
         "rewards": ", ".join(numbers),
         "steps": [Step.from_json(step) for step in line.records("steps", ())],

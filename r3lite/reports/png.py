@@ -17,7 +17,7 @@ def check() -> None:
 
 
 def write(charts: Sequence[Chart], folder: Path) -> list[Path]:
-    """Writes each chart as <name>.png, white, 200 dots an inch, and returns the paths."""
+    """Writes each chart as <name>.png with DPI dots an inch, and returns the paths."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -25,8 +25,10 @@ def write(charts: Sequence[Chart], folder: Path) -> list[Path]:
     for chart in charts:
         figure = Figure(figsize=(5, 3.2), layout="constrained")
         axes = figure.add_subplot()
-        draw = _lines if isinstance(chart, Lines) else _bars
-        draw(chart, axes)
+        if isinstance(chart, Lines):
+            _lines(chart, axes)
+        else:
+            _bars(chart, axes)
         axes.set_title(chart.title, fontsize=10)
         axes.set_ylabel(chart.unit)
         axes.grid(axis="y", alpha=0.3)
@@ -40,6 +42,9 @@ def _lines(chart: Lines, axes) -> None:
     for line in chart.lines:
         label = line.label
         for points in stretches(line):
+            marker = ""
+            if len(points) == 1:  # a point alone makes no line
+                marker = "o"
             xs = [x for x, _ in points]
             ys = [y for _, y in points]
             axes.plot(
@@ -49,7 +54,7 @@ def _lines(chart: Lines, axes) -> None:
                 linewidth=1.3,
                 color=colour(line.colour),
                 linestyle=DASHES[line.dash % len(DASHES)],
-                marker="o" if len(points) == 1 else "",
+                marker=marker,
                 markersize=3,
             )
             label = None  # the legend has one entry for all stretches

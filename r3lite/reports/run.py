@@ -14,14 +14,14 @@ from r3lite.core.files import load_toml, read_jsonl, read_record, similar_path
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.settings.commands import with_baseline
 
-TRACES = (run_files.METRICS, run_files.SCORES, run_files.PREDICTIONS)  # a folder with one of them is a run's
+RESULT_FILES = (run_files.METRICS, run_files.SCORES, run_files.PREDICTIONS)  # a folder with one of them is a run's
 REMEDY = "Pass a run folder, an evaluation folder, or a folder that contains some."
-MAX_EPISODES = 32  # that are shown of the first round, and of the newest
+MAX_EPISODES = 32  # of a round: the page shows at most so many of the first round, and of the newest
 
 
 @dataclass
 class Run:
-    """A run's folder. What is not there is empty; `notes` say what could not be read."""
+    """What a run's folder holds. What is not there is empty; `notes` say what could not be read."""
 
     name: str
     folder: Path
@@ -31,14 +31,14 @@ class Run:
     summary: dict = field(default_factory=dict)
     scores: dict = field(default_factory=dict)
     predictions: list[Record] = field(default_factory=list)
-    episodes: dict[int, list[Record]] = field(default_factory=dict)  # of the first round, and of the newest
+    episodes: dict[int, list[Record]] = field(default_factory=dict)  # by round: only the first one and the newest
     faults: dict[int, Counter] = field(default_factory=dict)  # by round: how many steps have each fault
     steps: dict[int, int] = field(default_factory=dict)  # by round: how many steps there are
     notes: list[str] = field(default_factory=list)
 
     @property
     def complete(self) -> bool:
-        """True if the run has come to its end."""
+        """Whether the run has come to its end."""
         return bool(self.summary or self.scores)
 
     @property
@@ -48,11 +48,13 @@ class Run:
             return f"{self.command or 'evaluate'}, {self.scores.get('n', '?')} questions"
         steps = max((row["step"] for row in self.metrics), default=0)
         label = f"{self.command or 'unknown command'}, {steps} steps"
-        return label if self.complete else f"{label}, not complete"
+        if not self.complete:
+            label += ", not complete"
+        return label
 
 
 def read_runs(paths: Sequence[str]) -> list[Run]:
-    """Returns the runs in folders; a folder that is no run's itself, such as quickstart's, stands for those in it.
+    """Returns the runs in folders; a folder that is no run's, such as quickstart's, stands for the run folders in it.
 
     Raises R3LiteError for a path that holds no run.
     """
@@ -64,26 +66,28 @@ def read_runs(paths: Sequence[str]) -> list[Run]:
         if not is_run(path):
             run_folders = sorted(filter(is_run, path.iterdir()), key=start_of)
         if not run_folders:
-            raise R3LiteError(f"{path} has no run: none of {', '.join(TRACES)}", REMEDY, code="no-run")
+            raise R3LiteError(f"{path} has no run: none of {', '.join(RESULT_FILES)}", REMEDY, code="no-run")
         folders += run_folders
-    folders = list({folder.resolve(): folder for folder in folders}.values())  # each once, however it is written
+    # Each folder once, even if it is named by several paths.
+    folders = list({folder.resolve(): folder for folder in folders}.values())
     return [read_run(folder, name) for folder, name in zip(folders, names(folders), strict=True)]
 
 
 def is_run(folder: Path) -> bool:
     """Returns whether a folder is a run's."""
-    return any((folder / name).is_file() for name in (*TRACES, run_files.CONFIG))
+    return any((folder / name).is_file() for name in (*RESULT_FILES, run_files.CONFIG))
 
 
 def start_of(folder: Path) -> tuple[float, str]:
-    """Returns when a run began, by the settings that are written first, and its name."""
-    config = folder / run_files.CONFIG
-    dated = config if config.exists() else folder
+    """Returns a sort key: when the file of settings, which is written first, or else the folder changed; the name."""
+    dated = folder / run_files.CONFIG
+    if not dated.exists():
+        dated = folder
     return dated.stat().st_mtime, folder.name
 
 
 def names(folders: list[Path]) -> list[str]:
-    """Returns the shortest ends of the paths that differ from each other."""
+    """Returns a name for each folder: the last parts of its path, as few as make all names different."""
     resolved = [folder.resolve() for folder in folders]
     depth = max((len(folder.parts) for folder in resolved), default=0)
     for count in range(1, depth + 1):
@@ -112,14 +116,15 @@ def read_run(folder: Path, name: str) -> Run:
     run.metrics = [rows_by_step[step] for step in sorted(rows_by_step)]
     run.predictions = list(lines(run, run_files.PREDICTIONS))
     for row in lines(run, run_files.EPISODES):
-        _take(run, row)
+        _add_episode(run, row)
     return run
 
 
 def lines(run: Run, file: str) -> Iterator[Record]:
-    """Yields the lines of a file of the run, none if it is not there.
+    """Yields the lines of a file of the run; none if the file is not there.
 
-    One that cannot be read, as the last one of a run that was killed or is just writing, is left out and noted.
+    A line that cannot be read, such as the last one of a run that was killed or is still writing, is left out. It is
+    mentioned in the run's notes.
     """
     if not (run.folder / file).exists():
         return
@@ -129,8 +134,11 @@ def lines(run: Run, file: str) -> Iterator[Record]:
         run.notes.append(f"{len(bad)} lines of {file} could not be read, such as: {bad[0].cause}")
 
 
-def _take(run: Run, row: Record) -> None:
-    """Counts an episode's faults, and keeps it if it is of the first round or the newest."""
+def _add_episode(run: Run, row: Record) -> None:
+    """Counts the steps and faults of an episode; adds it to `run.episodes`, which has the first and the newest round.
+
+    The rows must come in the order of their rounds.
+    """
     number = row.whole("step", 0)
     steps = row.records("steps", ())
     faults = run.faults.setdefault(number, Counter())
@@ -138,7 +146,7 @@ def _take(run: Run, row: Record) -> None:
         faults.update(step.texts("faults", ()))
     run.steps[number] = run.steps.get(number, 0) + len(steps)
     if number not in run.episodes and len(run.episodes) > 1:
-        run.episodes.popitem()  # no longer the newest
-    of_round = run.episodes.setdefault(number, [])
-    if len(of_round) < MAX_EPISODES:
-        of_round.append(row)
+        run.episodes.popitem()  # a round that was the newest until now
+    episodes = run.episodes.setdefault(number, [])
+    if len(episodes) < MAX_EPISODES:
+        episodes.append(row)

@@ -1,5 +1,5 @@
 """The work of the command index: builds an index folder of a corpus that need not fit into memory, changes one, or
-fills a collection of a server. A build goes on after a kill.
+fills a collection of a server. After a kill, the same command goes on with the build.
 
 A build works in the folder `.<name>.build` beside the index folder. It writes the passages there, then their vectors, a
 block at a time, and makes the index from these vectors. Then the work folder takes the place of the index folder. A
@@ -28,18 +28,18 @@ from r3lite.retrieval.vectors import BLOCK, Estimate, VectorFile, build_vectors,
 from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
 
-WAITING = "vectors.bin"  # vectors that wait for their index
-PLAN = "build.json"  # names the passages and the encoder that these vectors belong to
+VECTORS_SO_FAR = "vectors.bin"  # the vectors of a build; once all are there, the index is made of them
+ORIGIN = "build.json"  # what these vectors are made from: the corpus's fingerprint and the encoder's settings
 
 
 @dataclass(frozen=True)
-class Gathered:
-    """The passages of an index that is being built."""
+class IndexBuild:
+    """An index that is being built: its passages are written, its vectors are not."""
 
     folder: Path  # where the index will be
-    work: Path
+    work: Path  # the work folder beside it
     passages: Passages
-    fingerprint: str
+    fingerprint: str  # of the passages
 
 
 def check_output(folder: str | Path) -> Path:
@@ -53,7 +53,7 @@ def check_output(folder: str | Path) -> Path:
         folder = Path(folder).resolve()  # ValueError: a name that no folder can have
         check_writable(folder.parent)
         if _old(folder).exists() and not folder.exists():
-            move(_old(folder), folder)  # a kill came before the new index was in its place
+            move(_old(folder), folder)  # a kill came after the old index was put aside
     check_folder(folder)
     return folder
 
@@ -67,7 +67,7 @@ def check_folder(folder: Path) -> None:
         raise R3LiteError(
             f"{folder} cannot be replaced by an index", "Pass a folder in it as --output.", code="folder-not-replaced"
         )
-    unknown = names - index.INDEX_FILES - {WAITING, PLAN}
+    unknown = names - index.INDEX_FILES - {VECTORS_SO_FAR, ORIGIN}
     foreign = {name for name in unknown if not index.VECTOR_FILES.fullmatch(name)}
     if foreign:
         raise R3LiteError(f"{folder} exists and is not an index: it holds {min(foreign)}", remedy, code="not-an-index")
@@ -77,14 +77,15 @@ def check_folder(folder: Path) -> None:
 
 
 def _old(folder: Path) -> Path:
+    """Returns where an index is put aside while the new one takes its place."""
     return folder.with_name(f".{folder.name}.old")
 
 
 @contextlib.contextmanager
-def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gathered]:
-    """Yields the passages, written one at a time where the index of `folder` is built.
+def open_build(folder: str | Path, documents: Iterable[Document]) -> Iterator[IndexBuild]:
+    """Writes the passages into the work folder of an index, one at a time, and yields the build.
 
-    After an error the work folder stays if it has vectors, which cost time: the next start goes on with them.
+    After an error the work folder is removed, unless it has vectors: the next start goes on with them.
     """
     folder = check_output(folder)
     work = folder.with_name(f".{folder.name}.build")
@@ -95,14 +96,17 @@ def gathered(folder: str | Path, documents: Iterable[Document]) -> Iterator[Gath
         none_deleted = np.empty(0, np.int64)
         work_passages = Passages(work, places=None, deleted=none_deleted, remedy="")
         with contextlib.closing(work_passages) as passages:
-            yield Gathered(folder, work=work, passages=passages, fingerprint=fingerprint)
+            yield IndexBuild(folder, work=work, passages=passages, fingerprint=fingerprint)
     finally:
-        if not (work / WAITING).exists():
+        if not (work / VECTORS_SO_FAR).exists():
             shutil.rmtree(work, ignore_errors=True)
 
 
-def replaces(build: Gathered, encoder: Encoder) -> bool:
-    """Returns True if the folder has an index already; raises R3LiteError if it is of another corpus or encoder."""
+def replaces_index(build: IndexBuild, encoder: Encoder) -> bool:
+    """Returns True if the folder has an index already.
+
+    Raises R3LiteError if that index is of another corpus or encoder.
+    """
     folder = build.folder
     remedy = "Pass another --output, or delete that index first."
     if not (folder / index.MANIFEST).exists():
@@ -126,32 +130,35 @@ def replaces(build: Gathered, encoder: Encoder) -> bool:
     return True
 
 
-def encode(build: Gathered, encoder: Encoder, kind: str) -> int:
-    """Writes the vectors that are not on the disk yet; returns how many were there.
+def encode(build: IndexBuild, encoder: Encoder, kind: str) -> int:
+    """Writes the vectors that an earlier start of this build did not write; returns how many it had written.
 
-    Blocks are the same after a kill as without one, and so are their bytes. Raises R3LiteError if the vectors that are
-    there are of other passages or another encoder.
+    The vectors have the same bytes whether or not there was a kill. Raises R3LiteError if the earlier vectors are of
+    other passages or another encoder.
     """
-    waiting = VectorFile(build.work / WAITING, encoder.dimension, kind)
-    reused = _reuse(build, encoder, waiting)
+    file = VectorFile(build.work / VECTORS_SO_FAR, encoder.dimension, kind)
+    reused = _cut_to_reusable(build, encoder, file)
     for vectors in index.encoded(encoder, build.passages, reused):
-        waiting.append(vectors)
+        file.append(vectors)
     return reused
 
 
-def _reuse(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
-    """Cuts the vectors that an earlier start of this build left to whole blocks, unless all are there; returns how many
-    remain."""
-    plan = {"fingerprint": build.fingerprint, "numbers": waiting.type.name} | encoder.settings
-    path = build.work / PLAN
-    if not len(waiting) or not path.exists():
-        waiting.path.unlink(missing_ok=True)
-        write_json(path, plan)
+def _cut_to_reusable(build: IndexBuild, encoder: Encoder, file: VectorFile) -> int:
+    """Cuts the file of an earlier start of this build to the vectors that can be reused; returns their number.
+
+    All vectors, or those of whole blocks, can be reused: a block is encoded as one. Without an earlier start, records
+    what the vectors are made from.
+    """
+    origin = {"fingerprint": build.fingerprint, "numbers": file.type.name} | encoder.settings
+    path = build.work / ORIGIN
+    if not len(file) or not path.exists():
+        file.path.unlink(missing_ok=True)
+        write_json(path, origin)
         return 0
     remedy = f"Repeat the earlier command, pass another --output, or delete {build.work} to start over."
-    earlier_plan = read_record(path, remedy).values
-    for key in {**earlier_plan, **plan}:
-        if earlier_plan.get(key) != plan.get(key):
+    earlier_origin = read_record(path, remedy).values
+    for key in {**earlier_origin, **origin}:
+        if earlier_origin.get(key) != origin.get(key):
             part = {"fingerprint": "corpus", "numbers": "--index-type"}.get(key, key)
             raise R3LiteError(
                 f"{build.work} holds an unfinished build of {build.folder} with another {part}",
@@ -159,29 +166,31 @@ def _reuse(build: Gathered, encoder: Encoder, waiting: VectorFile) -> int:
                 code="unfinished-build-differs",
             )
     n = len(build.passages)
-    rows = len(waiting)
-    if rows != n:
-        rows = rows // BLOCK * BLOCK
-    waiting.cut(rows)
-    if 0 < rows < n:
-        recomputed = encoder.encode_passages([build.passages[rows - 1]], lambda count: None)
-        if not index.same_vectors(recomputed, waiting.read(rows - 1, 1)):
+    reusable = len(file)
+    if reusable != n:
+        reusable = reusable // BLOCK * BLOCK
+    file.cut(reusable)
+    if 0 < reusable < n:
+        # The last of these vectors is encoded again: it differs if the encoder has other weights now.
+        last = reusable - 1
+        recomputed = encoder.encode_passages([build.passages[last]], lambda count: None)
+        if not index.same_vectors(recomputed, file.read(last, 1)):
             raise R3LiteError(
-                f"{build.work} was started with another {plan['encoder']}: the vectors differ",
+                f"{build.work} was started with another {origin['encoder']}: the vectors differ",
                 remedy,
                 code="build-encoder-differs",
             )
-    return rows
+    return reusable
 
 
-def write_index(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
-    """Makes the index of the vectors and puts it into its place; returns the bytes of its file."""
+def write_index(build: IndexBuild, encoder: Encoder, estimate: Estimate) -> int:
+    """Makes the index of the vectors and puts it into its place; returns the size of its vectors' file in bytes."""
     folder = build.folder
     work = build.work
     n = len(build.passages)
-    waiting = VectorFile(work / WAITING, encoder.dimension, estimate.kind)
-    write_vectors(build_vectors(estimate.kind, waiting), work / index.VECTORS)
-    probes = np.concatenate([waiting.read(place, 1) for place in index.probed(n)])
+    file = VectorFile(work / VECTORS_SO_FAR, encoder.dimension, estimate.kind)
+    write_vectors(build_vectors(estimate.kind, file), work / index.VECTORS)
+    probes = np.concatenate([file.read(place, 1) for place in index.probe_places(n)])
     probes.astype("<f4").tofile(work / index.PROBES)
     if isinstance(encoder, HashingEncoder):
         encoder.save(work)  # its words, which its vectors depend on
@@ -190,20 +199,20 @@ def write_index(build: Gathered, encoder: Encoder, estimate: Estimate) -> int:
         "passages": n,
         "fingerprint": build.fingerprint,
         "kind": estimate.kind,
-        "probed": n,
+        "probed": n,  # passages when the probes were written
         "files": {index.VECTORS: index.digest(work / index.VECTORS)},
     }
     write_json(work / index.MANIFEST, manifest | encoder.settings)
     build.passages.close()
     _replace(folder, work)
-    for name in (WAITING, PLAN):
+    for name in (VECTORS_SO_FAR, ORIGIN):
         with contextlib.suppress(OSError):
             (folder / name).unlink()
     return (folder / index.VECTORS).stat().st_size
 
 
 def _replace(folder: Path, work: Path) -> None:
-    """Moves the work folder into the place of the folder, which is restored if that fails."""
+    """Moves the work folder to the place of the index folder; restores the old index if that fails."""
     old = _old(folder)
     shutil.rmtree(old, ignore_errors=True)
     try:
@@ -212,19 +221,19 @@ def _replace(folder: Path, work: Path) -> None:
         move(work, folder)
     finally:
         if old.exists() and not folder.exists():
-            move(old, folder)  # the new one did not come into its place
+            move(old, folder)  # the new index is not in its place
         shutil.rmtree(old, ignore_errors=True)
 
 
 def build_folder(settings: IndexSettings, chunking: DocumentSettings, output: str) -> None:
-    """Builds the index folder, in place of an index of the same passages."""
+    """Builds the index folder. It takes the place of an index of the same passages."""
     documents, folder = passages_of(settings, chunking, is_listed=True)
-    with gathered(output, documents) as gathered_passages:
+    with open_build(output, documents) as build:
         device = device_of(settings)
-        encoder = _encoder(settings, gathered_passages.passages, device)
-        if replaces(gathered_passages, encoder):
+        encoder = _encoder(settings, build.passages, device)
+        if replaces_index(build, encoder):
             print(f"replacing   the index of the same corpus in {output}")
-        count = len(gathered_passages.passages)
+        count = len(build.passages)
         estimate = choose(
             settings.index_type,
             passages=count,
@@ -233,20 +242,20 @@ def build_folder(settings: IndexSettings, chunking: DocumentSettings, output: st
         )
         print(f"index       {estimate.summary()}", flush=True)
         start = time.perf_counter()
-        reused = encode(gathered_passages, encoder, estimate.kind)
-        encoded = time.perf_counter()
-        size = write_index(gathered_passages, encoder, estimate)
+        reused = encode(build, encoder, estimate.kind)
+        encoding_end = time.perf_counter()
+        size = write_index(build, encoder, estimate)
     if folder:
         skipped = ({"path": path, "reason": reason, "detail": detail} for path, reason, detail in folder.skipped)
         write_jsonl(Path(output) / index.SKIPPED, skipped)
     style = f", style {encoder.settings['style']}" if "style" in encoder.settings else ""
-    seconds = encoded - start
+    seconds = encoding_end - start
     rate = (count - reused) / max(seconds, 1e-9)
     note = f"; {reused} were already encoded" if reused else ""
     print(f"passages    {count}")
     print(f"encoder     {settings.encoder}{style}, {encoder.dimension} dimensions")
     print(f"encoded in  {seconds:.1f} s on {device}, {rate:.0f} passages/s{note}")
-    print(f"indexed in  {time.perf_counter() - encoded:.1f} s, {size / (1 << 20):.1f} MiB")
+    print(f"indexed in  {time.perf_counter() - encoding_end:.1f} s, {size / (1 << 20):.1f} MiB")
     print(f"written to  {output}")
 
 
@@ -255,7 +264,7 @@ def _encoder(settings: IndexSettings, passages: Iterable[Document], device: str)
 
 
 def fill(settings: IndexSettings, chunking: DocumentSettings, address: str) -> None:
-    """Writes the passages into a Qdrant collection, in place of an index folder."""
+    """Writes the passages into a Qdrant collection; no index folder is written."""
     if settings.encoder == HASHING:
         raise UsageError("--encoder hashing does not work with Qdrant: pass a BERT", code="hashing-with-qdrant")
     documents, _ = passages_of(settings, chunking)
@@ -272,9 +281,9 @@ def passages_of(
     chunking: DocumentSettings,
     is_listed: bool = False,
 ) -> tuple[Iterator[Document], DocumentFolder | None]:
-    """Returns the passages of --documents, with the folder that was read, or those of --corpus.
+    """Returns the passages of --documents and what was read of that folder; or the passages of --corpus, and None.
 
-    `is_listed` tells whether the caller lists the files that were skipped, as only a new index has them.
+    Prints a summary of the folder. `is_listed` tells whether the caller writes a list of the files that were skipped.
     """
     if not settings.documents:
         return corpus.stream_corpora(settings.corpus, settings.skip_bad_rows), None
@@ -292,12 +301,12 @@ def device_of(settings: IndexSettings) -> str:
 
 
 def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> None:
-    """Deletes passages of an index folder, then adds some."""
-    index.tidy(output, index.IndexFolder(output).digests)
+    """Deletes the passages of --delete from an index folder, then adds those of --add."""
+    index.tidy(output, index.IndexFolder(output).digests)  # removes what a killed edit left
     sweep(output)
     if settings.delete:
-        deleted, earlier = index.delete(output, ids_of(settings.delete))
-        note = f"; {earlier} were deleted before" if earlier else ""
+        deleted, deleted_before = index.delete(output, ids_of(settings.delete))
+        note = f"; {deleted_before} were deleted before" if deleted_before else ""
         print(f"deleted     {deleted} passages{note}")
     if settings.add:
         if Path(settings.add).is_dir():
@@ -318,11 +327,11 @@ def edit(settings: IndexSettings, chunking: DocumentSettings, output: Path) -> N
     print(f"passages    {len(index.read_documents(output))} in {output}")
 
 
-def ids_of(named: tuple[str, ...]) -> Iterator[str]:
-    """Yields the ids that are named, and those of each file that is named as @FILE, one a line."""
-    for name in named:
-        if name.startswith("@"):
-            lines = read_text(name[1:], "@FILE must be a text file of ids.").splitlines()
+def ids_of(entries: tuple[str, ...]) -> Iterator[str]:
+    """Yields the ids of --delete. An entry is an id, or @FILE: the ids in that file, one a line."""
+    for entry in entries:
+        if entry.startswith("@"):
+            lines = read_text(entry[1:], "@FILE must be a text file of ids.").splitlines()
             yield from filter(None, lines)
         else:
-            yield name
+            yield entry

@@ -18,23 +18,29 @@ from torch.nn.utils.rnn import pad_sequence
 
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import read_record, read_text, within
+from r3lite.core.files import parse_at_place, read_record, read_text
 from r3lite.core.records import Record, Source, shown
 from r3lite.models.bert import MODEL_TYPES
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer_files import check_ids, library_errors
 
-TEXT_FORM = "NFKC"  # of Unicode
+TEXT_FORM = "NFKC"  # the normalization form of Unicode
 SHORTEST = 3  # tokens of a text: [CLS], a word and [SEP]
 LONGEST = 512  # tokens of a text at the most
 REMEDY = "Copy the model's files from their source."
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers: those that BertEncoder computes
 # The poolings that BertEncoder computes, by their names in sentence-transformers.
 POOLINGS = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_lasttoken": "lasttoken"}
-# Names of prompts. The first one that the folder has is taken, as by `encode_query` and `encode_document`.
-QUERY = ("query",)
-PASSAGE = ("document", "passage", "corpus")
+# The same poolings, by the flags that older files have.
+POOLING_FLAGS = {
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# Names of prompts. The first one that the folder has is taken, as sentence-transformers' `encode_query` and
+# `encode_document` do.
+QUERY_PROMPTS = ("query",)
+PASSAGE_PROMPTS = ("document", "passage", "corpus")
 ENCODER_MODALITY = {"text": {"method": "forward", "method_output_name": "last_hidden_state"}}
 RERANKER_MODALITY = {"text": {"method": "forward", "method_output_name": "logits"}}
 # The keys of each module's file, each with the values that are supported. An empty list: any value, since the key is
@@ -84,17 +90,17 @@ class Conventions:
     folder: Path
     pooling: str  # mean: over all tokens; cls: the first; last: the last one
     prefixes: tuple[str, str] | None  # of queries and of passages; None: the folder names none
-    max_length: int
-    lower: bool
+    max_length: int  # tokens
+    lower: bool  # True if texts become lower case
     dimension: int | None  # to which vectors are cut; None: all
     is_normalized: bool  # True if the folder's modules make vectors of length 1, before they are cut
     is_dot: bool  # True if vectors are compared by their dot product, and not by their cosine
     unsupported: str | None  # why BertEncoder does not compute these vectors; None if it does
 
     def styled(self, style: str, name: str) -> tuple[str, tuple[str, str]]:
-        """Returns the style and its prefixes.
+        """Returns the style and its prefixes, of queries and of passages.
 
-        Style auto is own if the folder names prompts, else the style that fits the encoder's name.
+        Style auto becomes own if the folder names prompts, else the style that fits the encoder's name.
         """
         if style == "auto":
             style = OWN if self.prefixes else style_of(name)
@@ -132,32 +138,32 @@ def composed(text: str) -> str:
 
 
 def read_conventions(name: str) -> Conventions:
-    """Returns the conventions of the encoder `name`, which is a folder or a hub id. Where its files are silent, the
-    defaults are those of sentence-transformers.
+    """Returns the conventions of the encoder `name`, which is a folder or a hub id. What its files do not say has
+    sentence-transformers' default.
 
     Raises R3LiteError if a file is not of its form.
     """
     folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
-    places, reasons = _modules(folder)
+    module_folders, reasons = _modules(folder)
     transformer = read_optional(folder / "sentence_bert_config.json")
-    pooling = read_optional(folder / places.get("Pooling", "1_Pooling") / "config.json")
-    files = {"Transformer": transformer, "Pooling": pooling}
-    if "Normalize" in places:
-        files["Normalize"] = read_optional(folder / places["Normalize"] / "config.json")
+    pooling = read_optional(folder / module_folders.get("Pooling", "1_Pooling") / "config.json")
+    module_files = {"Transformer": transformer, "Pooling": pooling}
+    is_normalized = "Normalize" in module_folders
+    if is_normalized:
+        module_files["Normalize"] = read_optional(folder / module_folders["Normalize"] / "config.json")
     mode = _pooling(pooling)
-    model = read_record(folder / "config.json", REMEDY).text("model_type", "none")
-    if model not in MODEL_TYPES:
-        reasons.insert(0, f"its model_type is {model}")
+    model_type = read_record(folder / "config.json", REMEDY).text("model_type", "none")
+    if model_type not in MODEL_TYPES:
+        reasons.insert(0, f"its model_type is {model_type}")
     if mode not in POOLINGS:
         reasons.append(f"it uses {mode} pooling")
     if not pooling.flag("include_prompt", True):
         reasons.append("it excludes its prompts from pooling")
-    for kind, record in files.items():
+    for kind, record in module_files.items():
         reasons += [f"it has {key}" for key in unknown_keys(kind, record)]
     settings = model_settings(folder, ENCODER)
     similarity = settings.choice("similarity_fn_name", ("cosine", "dot"), "cosine")
     dimension = settings.whole("truncate_dim", None, low=1)
-    is_normalized = "Normalize" in places
     return Conventions(
         folder=folder,
         pooling=POOLINGS.get(mode, mode),
@@ -188,7 +194,7 @@ def model_settings(folder: Path, kind: str) -> Record:
 
 
 def unknown_keys(kind: str, record: Record) -> list[str]:
-    """Returns the keys of a module's file that are not supported, or not with their value."""
+    """Returns the keys of a module's file that are not supported, or whose value is not."""
     supported = KEYS_OF_MODULES[kind]
     keys = []
     for key, value in record.values.items():
@@ -200,14 +206,14 @@ def unknown_keys(kind: str, record: Record) -> list[str]:
 
 
 def _modules(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns the folders of the modules that BertEncoder computes, by their kinds, and why it does not compute
-    others."""
+    """Returns the folders of the modules that BertEncoder computes, by their kinds; and for each of the other modules
+    the reason why BertEncoder does not compute it."""
     path = folder / "modules.json"
     places: dict[str, str] = {}
     reasons: list[str] = []
     if not path.exists():
         return places, reasons
-    modules = within(path, REMEDY, read_text(path, REMEDY))
+    modules = parse_at_place(path, REMEDY, read_text(path, REMEDY))
     content = Record({"modules": modules}, Source(str(path), REMEDY))
     for module in content.records("modules"):
         kind = module.text("type").rpartition(".")[2]
@@ -223,8 +229,8 @@ def _modules(folder: Path) -> tuple[dict[str, str], list[str]]:
         if kind == "Transformer" and places[kind]:
             # `module.path` ends with a dot, and the key is named `path`.
             raise module.error(f"{module.path}path is {places[kind]}; it must be empty for a Transformer")
-        is_name = Path(places[kind]).name == places[kind] and places[kind] != ".."
-        if places[kind] and not is_name:
+        is_plain_name = Path(places[kind]).name == places[kind] and places[kind] != ".."
+        if places[kind] and not is_plain_name:
             raise content.error(f"the path of {kind}, {places[kind]}, is not in the encoder's folder")
     return places, reasons
 
@@ -241,21 +247,21 @@ def _pooling(config: Record) -> str:
     kinds = [flag for flag in flags if config.flag(flag, False)]
     if config.flag("pooling_mode_mean_tokens", True) and "pooling_mode_mean_tokens" not in kinds:
         kinds.append("pooling_mode_mean_tokens")
-    names = [FLAGS.get(kind, kind.removeprefix("pooling_mode_")) for kind in kinds]
+    names = [POOLING_FLAGS.get(kind, kind.removeprefix("pooling_mode_")) for kind in kinds]
     return " and ".join(names) or "nothing"
 
 
 def _prefixes(config: Record) -> tuple[str, str] | None:
-    """Returns the prompts of queries and passages; None if there is none.
+    """Returns the prompts of queries and of passages; None if there is neither.
 
-    Queries, or passages, without a prompt of their own get the default prompt, if there is one.
+    Where one of the two is missing, the default prompt stands in for it, if there is one.
     """
     if "prompts" not in config:
         return None
     prompts = config.record("prompts")
     default = config.text("default_prompt_name", None)
-    query = _prompt(prompts, QUERY, default)
-    passage = _prompt(prompts, PASSAGE, default)
+    query = _prompt(prompts, QUERY_PROMPTS, default)
+    passage = _prompt(prompts, PASSAGE_PROMPTS, default)
     return (query, passage) if query or passage else None
 
 
@@ -272,7 +278,7 @@ def default_prompt(config: Record) -> str:
 
 
 def model_folder(name: str, flag: str, instead: str) -> Path:
-    """Returns the folder of a model that `flag` names; the error advises `instead`."""
+    """Returns the folder of the model `name`, the value of `flag`; an error ends with the advice `instead`."""
     remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
     with explained(R3LiteError, flag, remedy, code="model-absent"):
         return resolve_folder(name)
@@ -325,9 +331,9 @@ def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
 
 @dataclass(frozen=True)
 class TextBatch:
-    """Texts, or pairs of texts, of like length, padded on the right."""
+    """Texts, or pairs of texts, of similar length, padded on the right."""
 
-    rows: list[int]  # indices of the texts
+    rows: list[int]  # the indices of these texts among all
     tokens: Tensor  # [B, T]
     real: Tensor  # [B, T], False at padding
     segments: Tensor  # [B, T], 1 at the second text of a pair
@@ -336,7 +342,7 @@ class TextBatch:
 def batches(encodings: list[Encoding], size: int, device: str) -> Iterator[TextBatch]:
     """Yields all texts, the longest first, `size` at a time.
 
-    Batches are of texts of like length, so that little is padding.
+    The texts of a batch have similar lengths, so that there is little padding.
     """
     order = sorted(range(len(encodings)), key=lambda i: -len(encodings[i].ids))
     for start in range(0, len(order), size):

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from r3lite.core.bars import BRIEF
 from r3lite.core.episode import Document, Question, metadata_of
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import check_regular, open_regular, read_jsonl, within
+from r3lite.core.files import check_regular, open_regular, parse_at_place, read_jsonl
 from r3lite.core.records import InvalidRecord, Record, Source
 
 PASSAGES = "passages.jsonl"
@@ -124,11 +124,14 @@ class Passages(Sequence[Document]):
     """The passages of a folder that are not deleted, in their order. Safe in threads; the files may grow meanwhile."""
 
     def __init__(self, folder: Path, places: int | None, deleted: np.ndarray, remedy: str):
-        """Takes the first `places` lines without those in `deleted` (sorted); all lines if `places` is None."""
+        """Takes the first `places` lines, or all if None, without the deleted ones.
+
+        `deleted` has the places of these, sorted.
+        """
         self.path = folder / PASSAGES
         self.remedy = remedy
         check_regular(self.path, remedy)  # to open a pipe would wait for ever
-        self.ends = _ends(folder, places, remedy)
+        self.ends = _ends(folder, places, remedy)  # [places]
         self.size = int(self.ends[-1]) if len(self.ends) else 0
         if self.path.stat().st_size < self.size:
             raise R3LiteError(f"{self.path} is shorter than when it was indexed", remedy, code="corpus-shorter")
@@ -151,9 +154,9 @@ class Passages(Sequence[Document]):
 
     def only(self, mask: np.ndarray) -> "Passages":
         """Returns the passages for which `mask` [N] is true."""
-        fitting = copy.copy(self)
-        fitting.live = np.array(self.live)[mask]
-        return fitting
+        selected = copy.copy(self)
+        selected.live = np.array(self.live)[mask]
+        return selected
 
     def at(self, place: int) -> Document:
         """Returns the passage at a place, be it deleted or not."""
@@ -161,7 +164,7 @@ class Passages(Sequence[Document]):
         start = int(self.ends[place - 1]) if place else 0
         with explained(UnicodeDecodeError, f"{where}: not UTF-8", self.remedy, code="not-utf8"):
             line = self._text[start : int(self.ends[place])].decode()
-        record = Record(within(where, self.remedy, line), Source(where, self.remedy))
+        record = Record(parse_at_place(where, self.remedy, line), Source(where, self.remedy))
         return Document.from_json(record)
 
     def close(self) -> None:
@@ -171,11 +174,14 @@ class Passages(Sequence[Document]):
 
 
 def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
-    """Returns where the lines end [places]. An older index has no `ends.bin`: all its lines are read."""
+    """Returns the byte offsets [places] at which the first `places` lines end; those of all lines if None.
+
+    An older index has no `ends.bin`: all its lines are read.
+    """
     path = folder / ENDS
     if path.exists():
         check_regular(path, remedy)
-        count = -1 if places is None else places
+        count = -1 if places is None else places  # -1: all
         ends = np.fromfile(path, dtype="<i8", count=count)
     else:
         with open(folder / PASSAGES, "rb") as file:
@@ -190,29 +196,28 @@ def _ends(folder: Path, places: int | None, remedy: str) -> np.ndarray:
 
 
 def write_passages(folder: Path, documents: Iterable[Document], start: int = 0) -> str:
-    """Writes passages behind the first `start` places of a folder; returns the fingerprint of those written.
+    """Writes passages after the first `start` places of a folder; returns the fingerprint of those written.
 
-    Passages that are behind these places already, which nothing refers to, are cut off. One passage is in memory at a
-    time.
+    Lines after these places are cut off first: a write that was killed left them. One passage is in memory at a time.
     """
     ends = _ends(folder, start, "") if start else np.empty(0, np.int64)
     size = int(ends[-1]) if start else 0
-    with open(folder / PASSAGES, "ab") as texts, open(folder / ENDS, "ab") as marks:
-        if not marks.tell() and start:  # an older index has no ends.bin
-            marks.write(ends.astype("<i8").tobytes())
+    with open(folder / PASSAGES, "ab") as texts, open(folder / ENDS, "ab") as line_ends:
+        if not line_ends.tell() and start:  # an older index has no ends.bin
+            line_ends.write(ends.astype("<i8").tobytes())
         texts.truncate(size)
-        marks.truncate(8 * start)
-        value = fingerprint(_written(documents, texts=texts, marks=marks, size=size))
-        for file in (texts, marks):
+        line_ends.truncate(8 * start)  # 8 bytes are an int64
+        written_fingerprint = fingerprint(_write_each(documents, texts=texts, line_ends=line_ends, size=size))
+        for file in (texts, line_ends):
             file.flush()
             os.fsync(file.fileno())
-    return value
+    return written_fingerprint
 
 
-def _written(documents: Iterable[Document], texts, marks, size: int) -> Iterator[Document]:
-    """Writes passages behind `size` bytes of texts, and where each ends; yields them."""
+def _write_each(documents: Iterable[Document], texts, line_ends, size: int) -> Iterator[Document]:
+    """Writes each passage after `size` bytes of texts, and where its line ends; then yields it."""
     for document in documents:
         line = json.dumps(document.to_json(), ensure_ascii=False).encode() + b"\n"
         size += texts.write(line)
-        marks.write(size.to_bytes(8, "little"))
+        line_ends.write(size.to_bytes(8, "little"))
         yield document

@@ -52,9 +52,9 @@ class Encoder(Protocol):
 class HashingEncoder:
     """TF-IDF over words, projected to a fixed number of dimensions by hashing: no download, the same everywhere.
 
-    Each word has `HASHES` signed places of the vector (sparse Johnson-Lindenstrauss, arXiv 1012.1577): with only
-    one place, two names that share it are one name; with several, they share a part of their weight at most. Words that
-    the corpus does not have count nothing.
+    Each word has `HASHES` signed places of the vector (sparse Johnson-Lindenstrauss, arXiv 1012.1577). With one place
+    a word, two names that fall on the same place could not be told apart; with several, they share only a part of
+    their weight. Words that the corpus does not have count nothing.
     """
 
     DIMENSION = 2048
@@ -74,8 +74,8 @@ class HashingEncoder:
         }
         self.word_ids = {word: i for i, word in enumerate(frequencies)}
         counts = np.fromiter(frequencies.values(), dtype=np.float64, count=len(frequencies))
-        self.idf = np.log((1 + passages) / (1 + counts)) + 1
-        # blake2b and not hash(): the same in every process. 4 bytes a place: 31 bits of position, one of sign.
+        self.idf = np.log((1 + passages) / (1 + counts)) + 1  # smoothed, as scikit-learn's TfidfVectorizer computes it
+        # blake2b and not hash(), which differs between processes. A place takes 4 bytes: 31 bits of position, 1 sign.
         size = 4 * self.HASHES
         digests = [hashlib.blake2b(word.encode(), digest_size=size).digest() for word in frequencies]
         numbers = np.frombuffer(b"".join(digests), dtype="<u4")
@@ -98,8 +98,8 @@ class HashingEncoder:
         """Returns the encoder of an index folder. Raises R3LiteError if its file is damaged."""
         record = read_record(folder / cls.FILE, "Build the index again.")
         passages = record.whole("passages")
-        words = record.record("frequencies")
-        frequencies = {word: words.whole(word, low=1, high=passages) for word in words.values}
+        counts = record.record("frequencies")
+        frequencies = {word: counts.whole(word, low=1, high=passages) for word in counts.values}
         return cls(frequencies, passages)
 
     def save(self, folder: Path) -> None:
@@ -119,15 +119,15 @@ class HashingEncoder:
     def encode_queries(self, texts: list[str]) -> np.ndarray:
         """Returns vectors [N, DIMENSION] of N texts, passages as well as queries; zero if a text has no word of the
         corpus."""
-        counts = []  # text, word, times
+        counts = []  # (index of the text, id of the word, how many times the text has it)
         for row, text in enumerate(texts):
             for word, times in Counter(words(text)).items():
                 if word in self.word_ids:
                     counts.append((row, self.word_ids[word], times))
         table = np.array(counts, dtype=np.int64).reshape(-1, 3)
         rows, ids, times = table.T
-        weights = (1 + np.log(times)) * self.idf[ids]
-        cells = rows[:, None] * self.DIMENSION + self.places[ids]  # [words of all texts, HASHES]
+        weights = (1 + np.log(times)) * self.idf[ids]  # [pairs of a text and a word]
+        cells = rows[:, None] * self.DIMENSION + self.places[ids]  # [pairs, HASHES]
         signed = weights[:, None] * self.signs[ids]
         size = len(texts) * self.DIMENSION
         sums = np.bincount(cells.ravel(), signed.ravel(), minlength=size)
@@ -191,7 +191,7 @@ class FolderEncoder:
 
 
 class BertEncoder(FolderEncoder):
-    """A BERT sentence encoder: the last hidden states of a text, pooled, cut and scaled as its folder says."""
+    """A BERT sentence encoder: the last hidden states of a text, pooled, cut and normalized as its folder says."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class BertEncoder(FolderEncoder):
             self.settings["pooling"] = rules.pooling
 
     def encode_tokens(self, texts: list[str]) -> list[np.ndarray]:
-        """Returns the last hidden states [T, C] of each text's tokens, [CLS] and [SEP] among them.
+        """Returns for each text the last hidden states [T, C] of its tokens, with those of [CLS] and [SEP].
 
         Texts get no prefix.
         """
@@ -342,14 +342,14 @@ def make_encoder(
     device: str = "cpu",
     batch_size: int = 32,
 ) -> Encoder:
-    """Returns the encoder of the settings for a new index of `documents`.
+    """Returns the encoder of the settings. Only the hashing encoder reads `documents`: it is fitted to them.
 
-    Its vectors are fp32 even if it computes in bf16.
+    Vectors are fp32 even if the encoder computes in bf16.
     """
     name = settings.encoder
     if name == HASHING:
         return HashingEncoder.fit(map(passage_text, documents))
-    # Our own network if it computes what the folder's files say, else sentence-transformers.
+    # r3lite's own network if it computes what the folder's files say, else sentence-transformers.
     encoder_class = BertEncoder if read_conventions(name).unsupported is None else SentenceEncoder
     return encoder_class(
         name,
@@ -389,4 +389,5 @@ def _local(name: str, file: str) -> Path | None:
         cached = try_to_load_from_cache(name, file)
     except HFValidationError:  # no hub id, but the path of a folder that does not exist
         return None
+    # Without a path, this is None, or an object that says that the hub has no such file.
     return Path(cached) if isinstance(cached, str) else None

@@ -1,6 +1,6 @@
-"""The golden retriever: a question's own supporting paragraphs, whatever is asked, with others beside them on demand.
+"""The golden retriever returns the gold paragraphs of a question for any query; with noise, some others beside them.
 
-It bounds what retrieval can achieve, and with noise it shows how a model bears paragraphs that do not help.
+So it shows the most that retrieval can achieve; with noise, how a model copes with paragraphs that do not help.
 """
 
 import random

@@ -8,33 +8,33 @@ from r3lite.retrieval.lexical import Lexical
 from r3lite.retrieval.search import RankingRetriever
 from r3lite.retrieval.setup import Setup
 
-DEPTH = 100  # passages of each list that are fused
-RRF_K = 60
+DEPTH = 100  # passages of each list that are fused, at least
+RRF_K = 60  # of reciprocal rank fusion
 
 
 def hybrid_retriever(setup: Setup, top_k: int) -> Retrieve:
-    """Returns the retriever that fuses the lists of both others."""
+    """Returns the retriever that fuses the lists of the semantic and the lexical retriever."""
     settings = setup.settings
     depth = max(DEPTH, top_k)
     semantic = RankingRetriever(setup.index, depth, setup.own_places)
     lexical = RankingRetriever(Lexical(setup.index.documents), depth, setup.own_places)
-    worth = scaled_scores
+    values_of = scaled_scores
     weights = (1 - settings.lexical_weight, settings.lexical_weight)
     if settings.fusion == "rrf":
-        worth = reciprocal_ranks
+        values_of = reciprocal_ranks
         weights = (1.0, 1.0)
-    return HybridRetriever(semantic, lexical, top_k=top_k, worth=worth, weights=weights)
+    return HybridRetriever(semantic, lexical, top_k=top_k, values_of=values_of, weights=weights)
 
 
 @dataclass(frozen=True)
 class HybridRetriever:
-    """Both retrievers' documents, ordered by the weighted sums of the numbers that `worth` gives each list."""
+    """Orders the documents of both retrievers by a sum: a document's value in each list, times the list's weight."""
 
     semantic: Retrieve
     lexical: Retrieve
     top_k: int
-    worth: Callable[[list[Document]], list[float]]
-    weights: tuple[float, float]
+    values_of: Callable[[list[Document]], list[float]]  # the value of each document of a list
+    weights: tuple[float, float]  # of the semantic and the lexical list
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
         semantic_lists = self.semantic(pairs)
@@ -42,11 +42,11 @@ class HybridRetriever:
         return [self._fused(lists) for lists in zip(semantic_lists, lexical_lists, strict=True)]
 
     def _fused(self, lists: tuple[list[Document], ...]) -> list[Document]:
-        """Returns both lists as one. Equal sums are in the order of the first list, then of the second."""
+        """Returns both lists as one. Documents of equal sums are in the order of the first list, then of the second."""
         sums: dict[Document, float] = {}
         sources: dict[Document, list[str]] = {}
         for documents, weight in zip(lists, self.weights, strict=True):
-            for document, value in zip(documents, self.worth(documents), strict=True):
+            for document, value in zip(documents, self.values_of(documents), strict=True):
                 sums[document] = sums.get(document, 0.0) + weight * value
                 sources.setdefault(document, []).append(document.source)
         ranking = sorted(sums, key=lambda document: -sums[document])[: self.top_k]
@@ -63,9 +63,9 @@ def reciprocal_ranks(documents: list[Document]) -> list[float]:
 
 
 def scaled_scores(documents: list[Document]) -> list[float]:
-    """Returns the scores moved and stretched to go from 0 to 1, as cosines and BM25's sums are of different sizes.
+    """Returns the scores, shifted and scaled to 0 to 1: cosines and BM25's sums could not be added as they are.
 
-    Equal scores all become 1. A document that a list lacks counts 0 there, as the last document of the list does.
+    Equal scores all become 1. The last document of a list gets 0, which is also what a document outside the list adds.
     """
     if not documents:
         return []

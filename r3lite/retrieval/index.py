@@ -1,10 +1,11 @@
 """A FAISS index of a corpus, kept in a folder with a manifest, searched, and refused when it does not match.
 
-Owns the index folder and its manifest. `building.py` writes one; here passages are added and deleted without making it
-anew, while others may read it. Passages that are added are appended to the file of passages, and their vectors to a
-flat index beside the index itself, which takes them in once they are many. Passages that are deleted stay in their
-place, and searches leave them out. Files of vectors are written under new names, the manifest is replaced last, and
-then files that it no longer names are removed: a reader has all of the old or all of the new. The files of a folder:
+Owns the index folder and its manifest. `building.py` writes a folder; here passages are added and deleted without
+building it again, while other processes may read it. Added passages are appended to the file of passages, and their
+vectors to a flat index beside the main index; once there are many, they move into the main index. Deleted passages
+stay in their place, and searches leave them out. Files of vectors are written under new names, the manifest is
+replaced last, and then the files that it no longer names are removed: a reader sees the folder before an edit or after
+it, never a mixture. The files of a folder:
 
 passages.jsonl, ends.bin       the passages, and where their lines end (`corpus.py`)
 index.faiss or index-N.faiss   their vectors (`vectors.py`)
@@ -50,10 +51,12 @@ INDEX_FILES = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
 VECTOR_FILES = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
 # The largest distance between a stored and a re-encoded vector, relative to the length of the stored one. Between
 # two vectors of equal length, it is that of a cosine of 0.999.
-FURTHEST = 0.045
+MAX_DISTANCE = 0.045
 READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
 COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
-ADDED_LIMIT = 10_000  # most vectors beside the index, or a tenth of its number if that is more; more vectors join it
+# How many vectors may stand beside the main index: this many, or a tenth of the main index's if that is more. Beyond
+# that they move into it.
+ADDED_LIMIT = 10_000
 T = TypeVar("T")
 
 
@@ -71,10 +74,11 @@ class PassageIndex:
         k: int,
         own_places: list[tuple[int, ...]] | None = None,
     ) -> list[list[Document]]:
-        """Returns the `k` nearest passages of each query, nearest first; for query i only of `own_places[i]`, if given.
+        """Returns the `k` nearest passages of each query, nearest first.
 
-        There are fewer than `k` if the index holds fewer, and none for a query without any word that a hashing encoder
-        knows: its vector is zero, and all passages are equally near.
+        With `own_places`, query i finds only the passages at the places `own_places[i]`. There are fewer than `k` if
+        the index holds fewer, and none for a query without a word that a hashing encoder knows: its vector is zero, and
+        all passages would be equally near.
         """
         if not queries:
             return []
@@ -85,10 +89,10 @@ class PassageIndex:
             pairs = zip(vectors, own_places, strict=True)
             nearest = [self._search_places(vector, places, k) for vector, places in pairs]
         rankings = []
-        for vector, (scores, places) in zip(vectors, nearest):
+        for vector, (scores, indices) in zip(vectors, nearest):  # indices in `documents`
             ranking = []
             if vector.any():  # else no word of the query is known
-                ranking = with_scores(self.documents, places, scores=scores, source="semantic")
+                ranking = with_scores(self.documents, indices, scores=scores, source="semantic")
             rankings.append(ranking)
         return rankings
 
@@ -98,9 +102,9 @@ class PassageIndex:
         candidates: tuple[int, ...],
         k: int,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns scores and places of the `k` nearest of the places `candidates`.
+        """Returns scores and places of the `k` vectors nearest to `vector` [d] among those at the places `candidates`.
 
-        The index must be flat, as one that was just built is.
+        The index must be flat, as `build_index` makes it.
         """
         places = np.array(candidates, dtype=np.int64)
         products = self.vectors.base.reconstruct_batch(places) @ vector
@@ -151,10 +155,10 @@ def load(
 ) -> PassageIndex:
     """Returns the index of a folder; its vectors are read as searches need them.
 
-    `loaded_encoder` is an encoder of the settings' name. If its style is that of the index, it is used again, and no
+    `loaded_encoder` is an encoder of the settings' name. It is used if its style is that of the index; otherwise the
     encoder is loaded.
-    Raises R3LiteError if the index has another encoder or style than the settings name (style auto takes the index's
-    own), or if its parts do not belong together.
+    Raises R3LiteError if the index has another encoder or style than the settings name (style auto takes that
+    of the index), or if its parts do not belong together.
     """
     manifest = read_manifest(path)
     name = settings.encoder
@@ -174,13 +178,14 @@ def load(
             batch_size=batch_size,
         )
     for key, value in encoder.settings.items():
-        # The same model may have another name, and another dtype may do: their vectors are compared below.
+        # Another name may be that of the same model, and another dtype may give the same vectors: see below.
         if key not in ("encoder", "dtype") and manifest.values.get(key) != value:
             difference = f"{key} {manifest.values.get(key)}, not {value}"
             raise _mismatch(path, difference, f"Pass --encoder {index_encoder}, or {rebuild}")
-    # In one call, so that all parts are of one state of the folder, which another process may edit.
+    # One call reads all parts, so that they are of one state of the folder, which another process may edit.
+    # `probes` are some of the stored vectors, by their places.
     passages, (vectors, probes) = consistent(path, lambda folder: (folder.passages(), folder.vectors()))
-    # Some passages are encoded again: their vectors differ if the weights or the order of the passages do.
+    # The passages of the probes are encoded again: if the weights or the order of passages differ, so do the vectors.
     probe_passages = [passages.at(place) for place in probes]
     recomputed = encoder.encode_passages(probe_passages, lambda n: None)
     if not same_vectors(recomputed, np.stack(list(probes.values()))):
@@ -212,17 +217,18 @@ def _check_names(
 
 
 def _rebuild(encoder: str) -> str:
+    """Returns the advice to build an index with an encoder."""
     return f"build a new index: {BUILD} --encoder {encoder} --output ANOTHER_FOLDER"
 
 
 def same_vectors(recomputed: np.ndarray, stored: np.ndarray) -> bool:
-    """Returns True if the `recomputed` vectors [N, d] equal the `stored` ones, up to a distance of FURTHEST.
+    """Returns True if the `recomputed` vectors [N, d] equal the `stored` ones, up to a distance of MAX_DISTANCE.
 
     Returns False if a number is NaN, with which every comparison is false.
     """
     lengths = np.maximum(np.linalg.norm(stored, axis=1), 1)  # a text without a known word has the length 0
     distances = np.linalg.norm(recomputed - stored, axis=1)
-    return bool((distances <= FURTHEST * lengths).all())
+    return bool((distances <= MAX_DISTANCE * lengths).all())
 
 
 def _mismatch(path: Path, difference: str, remedy: str) -> R3LiteError:
@@ -235,9 +241,9 @@ def read_documents(path: Path) -> Passages:
 
 
 def consistent(path: Path, read: Callable[["IndexFolder"], T]) -> T:
-    """Returns the result of `read` on a folder.
+    """Returns what `read` returns for an index folder, all of it from one state of the folder.
 
-    If another process edits the index meanwhile, its files may be gone before they are opened, and all is read again.
+    An edit by another process may remove files before `read` opens them; then `read` is called again.
     """
     folder = IndexFolder(path)
     while True:
@@ -320,7 +326,7 @@ class IndexFolder:
         return passages
 
     def vectors(self) -> tuple[Vectors, dict[int, np.ndarray]]:
-        """Returns the vectors of an index, and some of them in fp32, by their places."""
+        """Returns the vectors of the index, and its probes: some of the vectors in fp32, by their places."""
         path = self.file("index")
         added_path = self.file("added")
         base = open_vectors(path, self.manifest.text("kind"), self.remedy)
@@ -339,12 +345,12 @@ class IndexFolder:
         return vectors, self._probes(vectors, dimension)
 
     def _probes(self, vectors: Vectors, dimension: int) -> dict[int, np.ndarray]:
-        """Returns some vectors as the encoder gave them, by their places; an older index gives those that it keeps."""
+        """Returns some vectors [d] by their places: as the encoder made them, or as an older index stores them."""
         if "probed" not in self.manifest:
             base = vectors.base
-            return {place: base.reconstruct(place) for place in probed(base.ntotal)}
+            return {place: base.reconstruct(place) for place in probe_places(base.ntotal)}
         # "probed" is how many passages the index had when its probes were written.
-        places = probed(self.manifest.whole("probed", low=1, high=vectors.places))
+        places = probe_places(self.manifest.whole("probed", low=1, high=vectors.places))
         check_regular(self.path / PROBES, self.remedy)
         numbers = np.fromfile(self.path / PROBES, dtype="<f4")
         if len(numbers) != len(places) * dimension:
@@ -355,13 +361,13 @@ class IndexFolder:
         return R3LiteError(f"the index {self.path} is damaged: {problem}", self.remedy, code="index-damaged")
 
 
-def probed(places: int) -> list[int]:
-    """Returns the places of the passages by which an encoder is recognized."""
-    return sorted({0, places // 2, places - 1})
+def probe_places(count: int) -> list[int]:
+    """Returns the places of the passages by which an encoder is recognized: first, middle and last of `count`."""
+    return sorted({0, count // 2, count - 1})
 
 
 def digest(path: Path) -> str:
-    """Returns SHA-256 of a file; beyond READ_WHOLE bytes, of its size and of pieces evenly spaced in it."""
+    """Returns the SHA-256 of a file; if it has more than READ_WHOLE bytes, of its size and of evenly spaced pieces."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         if size <= READ_WHOLE:
@@ -374,9 +380,9 @@ def digest(path: Path) -> str:
 
 
 def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tuple[int, int]:
-    """Adds the passages that the folder's index lacks; returns their number, and the number of those that it had.
+    """Adds those of `documents` that the index lacks; returns how many it lacked and how many it had already.
 
-    Raises R3LiteError if it has another passage of the same id.
+    `opened` is the index of the folder `path`. Raises R3LiteError if it has another passage with one of the ids.
     """
     new_by_id = {document.id: document for document in documents}
     count = len(new_by_id)
@@ -397,18 +403,20 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
     add_vectors(added, new_vectors)
     write_passages(path, new, vectors.places)
     if added.ntotal > max(ADDED_LIMIT, vectors.base.ntotal // 10):
+        # A new main index, with the added vectors in it, replaces the main index and the index beside it.
         kind = folder.manifest.text("kind")
         base = open_vectors(folder.file("index"), kind, folder.remedy, mapped=False)
         add_vectors(base, blocks_of(added))
-        name = f"index-{_next(folder)}.faiss"
+        name = f"index-{_next_edit(folder)}.faiss"
         write_vectors(base, path / name)
         replaced = ("index", "added")
     else:
-        name = f"added-{_next(folder)}.faiss"
+        # A new index of all added vectors replaces the one beside the main index.
+        name = f"added-{_next_edit(folder)}.faiss"
         write_vectors(added, path / name)
         replaced = ("added",)
-    places = len(vectors.deleted) + len(opened.documents) + len(new)
-    passages = Passages(path, places=places, deleted=vectors.deleted, remedy=folder.remedy)
+    place_count = len(vectors.deleted) + len(opened.documents) + len(new)
+    passages = Passages(path, places=place_count, deleted=vectors.deleted, remedy=folder.remedy)
     _publish(folder, replaced, name=name, passages=passages)
     return len(new), count - len(new)
 
@@ -423,7 +431,7 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
     id_set = set(ids)
     passages = folder.passages()
     deleted = folder.deleted()
-    # Live passages are numbered without gaps; a place is that of a line in the file, deleted ones included.
+    # `passages` numbers the live passages without gaps; a place is a line of the file, and deleted passages have one.
     live_numbers = [i for i, document in enumerate(passages) if document.id in id_set]
     absent = id_set - {passages[i].id for i in live_numbers}
     if absent:
@@ -442,7 +450,7 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
         )
     newly_deleted = [passages.live[i] for i in live_numbers]
     all_deleted = np.union1d(deleted, newly_deleted).astype("<i8")
-    name = f"deleted-{_next(folder)}.bin"
+    name = f"deleted-{_next_edit(folder)}.bin"
     (path / name).write_bytes(all_deleted.tobytes())
     remaining = Passages(
         path,
@@ -454,8 +462,8 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
     return len(live_numbers), len(absent)
 
 
-def _next(folder: IndexFolder) -> int:
-    """Returns the number of the next edit, which no file of the index has."""
+def _next_edit(folder: IndexFolder) -> int:
+    """Returns the number of the next edit; no file of the index has it in its name yet."""
     return folder.manifest.whole("edit", 0) + 1
 
 
@@ -465,8 +473,10 @@ def _publish(
     name: str,
     passages: Passages,
 ) -> None:
-    """Replaces the manifest, in which the file `name` takes the place of the files of the roles `replaced`; removes
-    files that the new manifest does not name."""
+    """Replaces the manifest, then removes the files that the new one does not name.
+
+    In the new manifest, the file `name` takes the place of the files of the roles `replaced`.
+    """
     files = {}
     for file, file_digest in folder.digests.items():
         if not file.startswith(replaced):
@@ -476,7 +486,7 @@ def _publish(
         "passages": len(passages),
         "fingerprint": fingerprint(passages),
         "files": files,
-        "edit": _next(folder),
+        "edit": _next_edit(folder),
     }
     write_json(folder.path / MANIFEST, folder.manifest.values | changes)
     tidy(folder.path, files)

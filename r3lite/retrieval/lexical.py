@@ -21,7 +21,7 @@ from r3lite.retrieval.setup import Setup
 # of bm25s asks for two characters.
 # On the three development sets recall@5 changes by less than .002 (docs/retrieval.md).
 WORD = r"(?u)\b\w\w+\b|(?<!['\u2019])\b\w\b"
-BLOCK = 4096  # passages whose words are read between two looks at the bar
+BLOCK = 4096  # passages whose words are read between two updates of the progress bar
 
 
 def lexical_retriever(setup: Setup, top_k: int) -> Retrieve:
@@ -66,7 +66,10 @@ class Lexical:
         k: int,
         own_places: list[tuple[int, ...]] | None = None,
     ) -> list[list[Document]]:
-        """Returns the `k` best passages of each query that share a word with it: perhaps fewer, or none."""
+        """Returns the `k` best passages of each query, as `search.Ranking` says.
+
+        A passage that shares no word with the query is left out, so there may be fewer than `k`, or none.
+        """
         places_by_query = own_places or [None] * len(queries)
         rankings = []
         for words, places in zip(self._words(queries), places_by_query, strict=True):

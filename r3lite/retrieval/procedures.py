@@ -16,7 +16,7 @@ import numpy as np
 
 from r3lite.core.episode import Document, Question, folded
 from r3lite.core.errors import R3LiteError
-from r3lite.core.files import read_text, within
+from r3lite.core.files import parse_at_place, read_text
 from r3lite.core.records import Record, Source
 from r3lite.retrieval.encoder import Encoder, HashingEncoder
 from r3lite.settings import ProcedureSettings
@@ -39,6 +39,7 @@ class Procedure:
 
     @cached_property
     def triggers(self) -> list[str]:
+        """The words and phrases of `trigger`, folded, one by one."""
         phrases = [folded(part) for part in self.trigger.split(",")]
         return [phrase for phrase in phrases if phrase]
 
@@ -102,7 +103,7 @@ def read_procedures(path: str | Path) -> list[Procedure]:
         raise R3LiteError(f"the folder {path} has no *.json file", REMEDY, code="no-procedure-files")
     by_name: dict[str, Procedure] = {}
     for file in files:
-        value = within(file, REMEDY, read_text(file, REMEDY))
+        value = parse_at_place(file, REMEDY, read_text(file, REMEDY))
         if isinstance(value, dict):
             value = [value]
         content = Record({"procedures": value}, Source(str(file), REMEDY))
@@ -123,7 +124,10 @@ class Finder:
     """Finds the procedure that fits a question: by triggers, and if the text has none, by the nearest description."""
 
     def __init__(self, procedures: list[Procedure], encoder: Encoder | None, floor: float):
-        """Takes an `encoder` of descriptions; without one, triggers alone count."""
+        """Takes an `encoder` of descriptions; without one, only triggers count.
+
+        `floor` is the lowest cosine of a description that fits.
+        """
         self.procedures = procedures
         self.encoder = encoder
         self.floor = floor
@@ -150,7 +154,7 @@ class Finder:
         if not self.procedures:
             return None
         scores = self.scores(text)
-        threshold = TRIGGER
+        threshold = TRIGGER  # a score below it is 0: no trigger is in the text
         if self.vectors is not None and max(scores) < TRIGGER:
             scores = self.cosines(text)
             threshold = self.floor
@@ -167,11 +171,11 @@ class Finder:
 
 def open_finder(
     settings: ProcedureSettings,
-    encoder: Callable[[], Encoder | None],
+    load_encoder: Callable[[], Encoder | None],
 ) -> Finder | None:
     """Returns the finder of the settings; None if they name no file.
 
-    `encoder` loads the encoder of queries, and returns None for hashing, which is then fitted to the descriptions.
+    `load_encoder` returns the encoder of queries; None for hashing, which is then fitted to the descriptions.
     """
     if settings.procedures is None:
         return None
@@ -179,5 +183,5 @@ def open_finder(
     description_encoder = None
     if settings.procedures_by != "triggers":
         descriptions = (f"{procedure.name} {procedure.description}" for procedure in procedures)
-        description_encoder = encoder() or HashingEncoder.fit(descriptions)
+        description_encoder = load_encoder() or HashingEncoder.fit(descriptions)
     return Finder(procedures, description_encoder, settings.procedures_floor)

@@ -22,9 +22,10 @@ from r3lite.retrieval.setup import Setup
 
 KEY = "QDRANT_API_KEY"
 TIMEOUT = 60  # seconds of a request
-QUERIES = 64  # of a request
-PASSAGES = 256  # of a request
-DISTANCES = ("Cosine", "Dot")  # of vectors of length 1 these are the same; for others Dot alone is right
+QUERIES = 64  # most queries of a request
+PASSAGES = 256  # most passages of a request
+# Qdrant's names of distances. For vectors of length 1 both give the same order; for others only Dot is right.
+DISTANCES = ("Cosine", "Dot")
 POINTS = uuid.UUID("6f3d5c0e-6c8c-5d0a-9f0e-7a3f1f0c2b11")  # the namespace of the points' ids
 REMEDY = "Check that the server runs, and check its address, the collection and QDRANT_API_KEY."
 
@@ -75,7 +76,7 @@ class Collection:
     def check(self) -> None:
         """Raises R3LiteError unless its vectors may be compared with those of the encoder."""
         settings = self.encoder.settings
-        with self.explained():
+        with self._server_errors():
             config = self.client.get_collection(self.name).config
         vectors = config.params.vectors
         if isinstance(vectors, dict) or vectors is None:
@@ -84,7 +85,8 @@ class Collection:
                 "Use a collection with a single unnamed vector.",
                 code="qdrant-named-vectors",
             )
-        distances = DISTANCES[1:] if "similarity" in settings else DISTANCES
+        is_dot = "similarity" in settings  # only encoders for dot products have this setting
+        distances = DISTANCES[1:] if is_dot else DISTANCES
         if vectors.distance not in distances or vectors.size != self.encoder.dimension:
             content = f"vectors of {vectors.size} dimensions with {vectors.distance} distance"
             needed = f"{self.encoder.dimension} with {distances[0]}"
@@ -93,7 +95,7 @@ class Collection:
         stored = (config.metadata or {}).get("r3lite")
         if stored is None:
             return
-        keys = sorted((stored | settings).keys() - {"dtype"})
+        keys = sorted((stored | settings).keys() - {"dtype"})  # queries may be encoded in another dtype
         differences = [f"{key} {stored.get(key)}" for key in keys if stored.get(key) != settings.get(key)]
         if differences:
             cause = f"{self.address} was filled with another encoder: {', '.join(differences)}"
@@ -105,7 +107,7 @@ class Collection:
         if "similarity" in self.encoder.settings:
             distance = self.models.Distance.DOT
         vectors = self.models.VectorParams(size=self.encoder.dimension, distance=distance)
-        with self.explained():
+        with self._server_errors():
             if not self.client.collection_exists(self.name):
                 self.client.create_collection(
                     self.name,
@@ -116,7 +118,7 @@ class Collection:
     def missing(self, passages: Iterable[Document]) -> list[Document]:
         """Returns the passages that the collection does not have, or has with another title or text."""
         by_id = {point_id(passage): passage for passage in passages}
-        with self.explained():
+        with self._server_errors():
             points = self.client.retrieve(self.name, list(by_id), with_payload=True)
         payloads = {str(point.id): point.payload for point in points}
         return [passage for id, passage in by_id.items() if payloads.get(id) != passage.to_json()]
@@ -132,7 +134,7 @@ class Collection:
                 payload=passage.to_json(),
             )
             points.append(point)
-        with self.explained():
+        with self._server_errors():
             self.client.upsert(self.name, points, wait=True)
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
@@ -141,9 +143,14 @@ class Collection:
         requests = [self.models.QueryRequest(query=vector, limit=k, with_payload=True) for vector in vectors]
         replies = []
         for start in range(0, len(requests), QUERIES):
-            with self.explained():
+            with self._server_errors():
                 replies += self.client.query_batch_points(self.name, requests[start : start + QUERIES])
         return [[self._document(point) for point in reply.points] for reply in replies]
+
+    def count(self) -> int:
+        """Returns the number of passages in the collection."""
+        with self._server_errors():
+            return self.client.count(self.name, exact=True).count
 
     def _document(self, point) -> Document:
         source = Source(f"{self.address}, point {point.id}", "The payload of each point must have a text.")
@@ -158,13 +165,12 @@ class Collection:
         )
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
-        """Raises R3LiteError for whatever goes wrong with the server."""
+    def _server_errors(self) -> Iterator[None]:
+        """Raises R3LiteError in place of the client's errors."""
         from qdrant_client.http.exceptions import ApiException
 
-        with explained(
-            (ApiException, ValueError), self.address, REMEDY, code="qdrant-failed"
-        ):  # ValueError: of the embedded server
+        errors = (ApiException, ValueError)  # ValueError: of the embedded server
+        with explained(errors, self.address, REMEDY, code="qdrant-failed"):
             yield
 
 
@@ -176,8 +182,8 @@ def point_id(passage: Document) -> str:
 def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[int, int]:
     """Writes passages with their vectors into a collection, which is made if the server does not have it.
 
-    Returns how many were encoded and how many the collection has. Those that it has already are passed over, so that
-    after a kill the same call goes on.
+    Returns how many passages were encoded now and how many the collection has. Passages that it has already are not
+    encoded again, so that after a kill the same call goes on.
     """
     collection = Collection(address, encoder)
     collection.create()
@@ -189,5 +195,4 @@ def fill(address: str, passages: Iterable[Document], encoder: Encoder) -> tuple[
         if new:
             collection.write(new)
         encoded += len(new)
-    with collection.explained():
-        return encoded, collection.client.count(collection.name, exact=True).count
+    return encoded, collection.count()

@@ -1,4 +1,4 @@
-"""Vectors of queries on the disk, so that a query that was encoded once is not encoded again, by whatever run.
+"""Vectors of queries on the disk: a query that one run has encoded, no run has to encode again.
 
 The cache is a file of SQLite, which several processes may use at once. The key of a vector is its query and all that
 decides its bits: the encoder's settings, and the vector that the encoder makes of a fixed sentence, PROBE. So an
@@ -22,7 +22,7 @@ from r3lite.core.files import check_regular, check_writable
 from r3lite.retrieval.encoder import Encoder
 
 PROBE = "Who directed the film that won the prize in 1994?"
-WAIT = 30  # seconds to wait for another process that writes
+WAIT = 30  # seconds to wait while another process writes
 COLUMNS = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
 OTHER_TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT IN ('queries', 'sqlite_stat1')"
 # A query for the bytes of the file that are in use.
@@ -55,9 +55,12 @@ class QueryCache:
             self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({COLUMNS})")
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
-        """Returns the vector of each key: from the file, or else `make(i)` for the key with index i, which is added."""
+        """Returns the vector of each key, from the file if it is there.
+
+        The vector of a key that is not, the i-th of `keys`, is `make(i)`, and is added to the file.
+        """
         with self._lock:
-            cached = self._tried(lambda: [self._read(key) for key in keys])
+            cached = self._try_file(lambda: [self._read(key) for key in keys])
             if cached is None:
                 cached = [None] * len(keys)
             new = {i: make(i) for i, vector in enumerate(cached) if vector is None}
@@ -65,11 +68,11 @@ class QueryCache:
             self.hits += len(keys) - len(new)
             if new:
                 rows = [(keys[i], vector.tobytes()) for i, vector in new.items()]
-                self._tried(lambda: self._write(rows))
+                self._try_file(lambda: self._write(rows))
             return [new.get(i, vector) for i, vector in enumerate(cached)]
 
     def metrics(self) -> dict[str, float]:
-        """Returns metrics of the queries since the last call; none if there was no query."""
+        """Returns metrics of the queries since the last call, and begins to count anew; none if there was no query."""
         with self._lock:
             metrics = {}
             if self.queries:
@@ -79,7 +82,7 @@ class QueryCache:
             return metrics
 
     def line(self) -> str:
-        """Returns in words the metrics of the queries since the last call."""
+        """Returns the metrics in words. Like `metrics`, it begins to count anew."""
         queries = self.queries
         share = self.metrics().get("queries/cached_ratio", 0.0)
         return f"{share:.0%} of {queries} queries were cached in {self.path}"
@@ -98,8 +101,11 @@ class QueryCache:
                 # A tenth at a time, so that not every query deletes.
                 self._file.execute(f"DELETE FROM queries WHERE id IN ({oldest})")
 
-    def _tried(self, work: Callable):
-        """Returns the result of `work`; None once the file has failed, with a warning."""
+    def _try_file(self, work: Callable):
+        """Returns the result of `work`, which uses the file.
+
+        If it fails, prints a warning; from then on returns None, and the file is not used any more.
+        """
         if not self._working:
             return None
         try:
@@ -113,7 +119,8 @@ class QueryCache:
 class CachedEncoder:
     """An encoder whose queries go through a cache.
 
-    A query that is not in it is encoded alone: in a batch its last bits would depend on the other queries.
+    A query that is not in the cache is encoded alone: in a batch, the last bits of its vector would depend on the other
+    queries.
     """
 
     def __init__(self, encoder: Encoder, cache: QueryCache):

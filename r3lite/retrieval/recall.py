@@ -16,7 +16,7 @@ from r3lite.core.files import check_writable, sole_writer, sweep, write_json
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
 
-CUTS = (2, 5, 10)
+CUTS = (2, 5, 10)  # the k of recall@k
 
 
 def check_output(output: Path, gap_report: str | None) -> None:
@@ -39,7 +39,7 @@ def check_free(output: Path, gap_report: str | None) -> None:
 
 
 def measure(setup: Setup, questions: list[Question], cuts: list[int], output: Path) -> None:
-    """Prints the recall of those questions of the setup that have gold paragraphs, and writes it to recall.json."""
+    """Prints the recall on `questions`, those of the setup that have gold paragraphs, and writes it to recall.json."""
     retrieve = build_retriever(setup)
     start = time.perf_counter()
     outcomes = retrieve([(question, question.text) for question in questions])
@@ -77,7 +77,7 @@ def mean_recall(questions: list[Question], rankings: list[list[Document]], k: in
     """Returns the share of gold paragraphs among the first `k` documents of each question, averaged over questions."""
     shares = []
     for question, documents in zip(questions, rankings, strict=True):
-        shares.append(len(question.gold_found(documents[:k])) / len(question.gold))
+        shares.append(len(question.gold_indices(documents[:k])) / len(question.gold))
     return sum(shares) / len(shares)
 
 
@@ -106,9 +106,9 @@ class Gap:
 
 
 def gaps(questions: Iterable[Question], documents: Iterable[Document]) -> list[Gap]:
-    """Returns the gap of every question with gold paragraphs, also of one that lacks none.
+    """Returns the gap of every question with gold paragraphs; the gap is empty if the corpus has all of them.
 
-    The corpus has a paragraph if `Question.gold_index` finds it in a passage, by the same rule as for retrieved ones.
+    The corpus has a paragraph if `Question.gold_index` recognizes a passage as this paragraph, as recall does.
     """
     by_title = defaultdict(list)
     for document in documents:
@@ -116,8 +116,10 @@ def gaps(questions: Iterable[Question], documents: Iterable[Document]) -> list[G
     question_gaps = []
     for question in questions:
         if question.gold:
-            candidates = [document for gold in question.gold for document in by_title[folded(gold.title)]]
-            present = question.gold_found(candidates)
+            candidates: list[Document] = []
+            for gold in question.gold:
+                candidates += by_title[folded(gold.title)]
+            present = question.gold_indices(candidates)
             missing = tuple(gold for i, gold in enumerate(question.gold) if i not in present)
             question_gaps.append(Gap(question, missing))
     return question_gaps

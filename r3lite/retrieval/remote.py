@@ -94,7 +94,7 @@ def _entries(row: object) -> list[Record]:
 def _document(entry: Record, address: str) -> Document:
     """Returns a document of a reply, with or without a score.
 
-    Without a text of its own, it has the text of `contents`, whose first line is the title if more follows.
+    An entry without `text` has it in `contents`, whose first line is the title if more lines follow.
     """
     inner = entry.record("document") if "document" in entry else entry
     title = inner.text("title", "", blank=True)
@@ -108,7 +108,7 @@ def _document(entry: Record, address: str) -> Document:
             text = first_line
     source = inner.text("source", None) or address
     id = inner.identifier("id", None)
-    if not id:  # Search-R1's servers of web search give none; here, the same text gets the same id
+    if not id:  # Search-R1's servers of web search send none: this id depends on the text alone
         id = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
     return Document(
         id=id,
@@ -132,6 +132,7 @@ class RemoteReranker:
     def scores(self, pairs: list[tuple[str, str]]) -> list[float]:
         """Returns the score of each pair of query and passage. Raises R3LiteError if the server does not give them."""
         scores: list[float] = []
+        # `groupby` joins the consecutive pairs of one query.
         for query, pairs_of_query in itertools.groupby(pairs, key=lambda pair: pair[0]):
             passages = [passage for _, passage in pairs_of_query]
             for start in range(0, len(passages), BATCH):

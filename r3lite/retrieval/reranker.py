@@ -1,6 +1,7 @@
 """Reranking: a cross-encoder reads the query together with each passage, and the best of many candidates are kept.
 
-It sees what an encoder, which reads both apart, cannot; but it reads every candidate anew for each query.
+A cross-encoder compares the two word by word, which an encoder, with one vector for each, cannot. But it reads every
+candidate anew for each query.
 """
 
 from dataclasses import replace
@@ -29,9 +30,9 @@ from r3lite.retrieval.conventions import (
 )
 
 MODEL = "cross-encoder/ms-marco-MiniLM-L-6-v2"  # of --rerank auto
-CANDIDATES = 3  # for each passage of the result
+CANDIDATES = 3  # how many candidates are reranked for each passage of the result
 INCREASING = ("Identity", "Sigmoid", "Tanh")  # functions of the logit that leave passages in their order
-SPECIAL = 3  # [CLS] query [SEP] passage [SEP]
+SPECIAL = 3  # special tokens of a pair: [CLS] query [SEP] passage [SEP]
 # Pairs read together. A processor's core gains nothing by more, and they would be padded to the longest: for 15
 # passages of 134 tokens in the mean, the longest of 512, 4 at a time took 1.2 s and 32 at a time 2.9 s.
 BATCH = 4
@@ -55,6 +56,7 @@ class CrossEncoder:
         module = read_optional(folder / "sentence_bert_config.json")
         for key in unknown_keys("CrossEncoder", module):
             raise module.error(f"{key} is {shown(module.values[key])}, which r3lite does not support")
+        # Version 4 of sentence-transformers has its settings in config.json.
         of_version_4 = read_record(folder / "config.json", REMEDY).record("sentence_transformers")
         for record in (settings, of_version_4):
             activation = record.text("activation_fn", INCREASING[0]).rpartition(".")[2]
@@ -63,7 +65,7 @@ class CrossEncoder:
         config = self.model.config
         path = folder / "tokenizer.json"
         max_length = min(max_tokens_of(folder), config.max_position_embeddings)
-        self.tokenizer = text_tokenizer(path, max_length, config.vocab_size)
+        self.tokenizer = text_tokenizer(path, max_length, rows=config.vocab_size)
         if self.tokenizer.num_special_tokens_to_add(is_pair=True) != SPECIAL or config.type_vocab_size < 2:
             raise R3LiteError(
                 f"{path} does not encode pairs of texts as a BERT cross-encoder does", REMEDY, code="tokenizer-not-bert"
@@ -100,6 +102,6 @@ class Reranked:
         rankings = []
         for (_, query), documents in zip(pairs, candidates, strict=True):
             scored = [replace(document, score=scores[query, passage_text(document)]) for document in documents]
-            ranking = sorted(scored, key=lambda document: -document.score)  # of equal scores the first comes first
+            ranking = sorted(scored, key=lambda document: -document.score)  # equal scores keep their order
             rankings.append(ranking[: self.top_k])
         return rankings

@@ -1,6 +1,7 @@
-"""The retrievers by name, each with a reranker if --rerank asks for one, and with failures that do not end a run.
+"""Builds the retriever of the settings: by its name, with a reranker if --rerank asks for one.
 
-A retriever is a function from pairs (question, query) to the documents of each query, best first.
+A retriever is a function from pairs (question, query) to the documents of each query, best first. A query that fails
+gets a `Failure` instead of documents and does not end the run, unless GIVE_UP queries in a row fail.
 """
 
 from collections.abc import Callable
@@ -16,18 +17,18 @@ from r3lite.retrieval.reranker import CANDIDATES, Reranked
 from r3lite.retrieval.search import RankingRetriever
 from r3lite.retrieval.setup import Setup
 
-GIVE_UP = 100  # failed queries in a row after which a run stops, because it learns nothing
+GIVE_UP = 100  # failed queries in a row after which a run ends, because it would learn nothing
 
 
 def retrieve_nothing(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
-    """The retriever of `--retriever none`."""
+    """The retriever of `--retriever none`: returns no documents for any query."""
     return [[] for _ in pairs]
 
 
 # Functions that build a retriever from the setup and the number of documents per query, by the value of --retriever.
-# `own_places` confines a search to the paragraphs that came with its question, if the settings say so.
-# Web services and URLs (of a retrieval server or a Qdrant collection) have no entry: `_build_one` imports their
-# builders.
+# With --context question, `setup.own_places` confines each search to the paragraphs that came with its question.
+# Web services and URLs (of a retrieval server or a Qdrant collection) have no entry: `_build_one` imports the functions
+# that build their retrievers.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
     "semantic": lambda setup, top_k: RankingRetriever(setup.index, top_k, setup.own_places),
     "lexical": lexical_retriever,
@@ -38,20 +39,20 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 
 
 def build_retriever(setup: Setup) -> Retrieve:
-    """Returns the retriever of the settings; with several kinds of source (web, news, ...), a retriever for each kind.
+    """Returns the retriever of the settings. With several kinds of source (web, news, ...), each has a retriever.
 
-    They run on the CPU.
+    Encoders and rerankers that are loaded here run on the CPU.
     """
     settings = setup.settings
-    settings_by_kind = settings.of_sources  # those of --source-index, by kind of source
+    settings_by_kind = settings.of_sources  # for each kind of source that --source-index names
     if settings.is_web:
         from r3lite.retrieval import web
 
         kinds = web.SERVICES[settings.retriever].kinds
-        # The default retriever searches one kind of the service's sources, `setup.kind`. The other kinds have the same
-        # settings, except those that --source-index names.
-        of_service = {kind: settings for kind in kinds if kind != setup.kind}
-        settings_by_kind = of_service | settings_by_kind
+        # A web service has several kinds of source. The default retriever searches the kind `setup.kind`. Each other
+        # kind gets a retriever with the same settings, or with those of --source-index if that names the kind.
+        other_kinds = {kind: settings for kind in kinds if kind != setup.kind}
+        settings_by_kind = other_kinds | settings_by_kind
     default_retriever = _build_one(setup)
     if not settings_by_kind:
         return default_retriever
@@ -63,7 +64,7 @@ def build_retriever(setup: Setup) -> Retrieve:
 
 
 def _build_one(setup: Setup) -> Retrieve:
-    """Returns the retriever of one kind of source."""
+    """Returns the retriever of one kind of source, with its reranker."""
     settings = setup.settings
     if settings.is_web:
         from r3lite.retrieval.web import web_retriever as build
@@ -75,17 +76,18 @@ def _build_one(setup: Setup) -> Retrieve:
         build = RETRIEVERS[settings.retriever]
     if settings.rerank is None:
         return Tolerant(build(setup, settings.top_k), setup.gives_up)
-    reranker = setup.reranker  # this property loads the model: before an index is built, so that an error shows early
-    candidates = build(setup, CANDIDATES * settings.top_k)
-    return Tolerant(Reranked(candidates, reranker, settings.top_k), setup.gives_up)
+    # This property loads the reranker. Loaded before an index is built, it shows its errors early.
+    reranker = setup.reranker
+    retriever = build(setup, CANDIDATES * settings.top_k)
+    return Tolerant(Reranked(retriever, reranker, settings.top_k), setup.gives_up)
 
 
 class Tolerant:
     """A retriever that returns a `Failure` in place of the documents of a query that fails.
 
     If a batch fails, its queries are tried again one by one, so that one query does not make others fail. Each reason
-    is printed once. With `gives_up`, R3LiteError is raised after GIVE_UP failures in a row. Other errors, such
-    as a KeyError, are bugs of r3lite and are not caught.
+    is printed once. With `gives_up`, R3LiteError is raised after GIVE_UP failed queries in a row. Errors of other
+    types, such as a KeyError, are bugs of r3lite and are not caught.
     """
 
     def __init__(self, retrieve: Retrieve, gives_up: bool = True):
@@ -97,17 +99,20 @@ class Tolerant:
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document] | Failure]:
         try:
             documents = self.retrieve(pairs)
-        except (R3LiteError, OSError, RuntimeError, MemoryError) as error:  # RuntimeError: of PyTorch and FAISS
+        except (R3LiteError, OSError, RuntimeError, MemoryError) as error:  # PyTorch and FAISS raise RuntimeError
             if len(pairs) > 1:
                 return [outcome for pair in pairs for outcome in self([pair])]
             if isinstance(error, R3LiteError):
-                return [self._failure(error.cause)]
-            return [self._failure(f"{type(error).__name__}: {error}")]
+                return [self._count_failure(error.cause)]
+            return [self._count_failure(f"{type(error).__name__}: {error}")]
         self.failures_in_a_row = 0
         return documents
 
-    def _failure(self, reason: str) -> Failure:
-        """Counts a failed query and prints its reason, once. Raises R3LiteError after GIVE_UP in a row."""
+    def _count_failure(self, reason: str) -> Failure:
+        """Counts a failed query, prints a reason that is new, and returns the `Failure`.
+
+        With `gives_up`, raises R3LiteError after GIVE_UP failed queries in a row.
+        """
         self.failures_in_a_row += 1
         if self.gives_up and self.failures_in_a_row >= GIVE_UP:
             remedy = "Fix the cause, and run the same command again; continue a training run with --resume auto."

@@ -1,4 +1,4 @@
-"""The part that retrievers of ranked passages share: equal queries of a batch are searched once, the best k count."""
+"""The part that retrievers of ranked passages share: equal queries of a batch are searched once."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,10 @@ class Ranking(Protocol):
         k: int,
         own_places: list[Places] | None = None,
     ) -> list[list[Document]]:
-        """Returns the `k` best passages of each query, best first; for query i only of `own_places[i]`, if given."""
+        """Returns the `k` best passages of each query, best first.
+
+        With `own_places`, query i finds only the passages at the places `own_places[i]`.
+        """
 
 
 @dataclass(frozen=True)

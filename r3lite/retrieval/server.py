@@ -24,8 +24,8 @@ MAX_PASSAGES = 1000  # of a request to rerank
 class RetrievalService:
     """Answers requests, one at a time, as each computes on all cores."""
 
-    largest = 4 << 20
-    raw = ()
+    largest = 4 << 20  # bytes of a request
+    raw = ()  # all requests are JSON
 
     def __init__(
         self,
@@ -64,7 +64,10 @@ class RetrievalService:
         for outcome in outcomes:
             if isinstance(outcome, Failure):
                 raise OSError(outcome.reason)
-        return {"result": [[_entry(document, with_scores) for document in documents[:top_k]] for documents in outcomes]}
+        result = []
+        for documents in outcomes:
+            result.append([_entry(document, with_scores) for document in documents[:top_k]])
+        return {"result": result}
 
     def _rank(self, request: Record, peer: Peer) -> dict:
         query = request.text("query")

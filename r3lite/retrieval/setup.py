@@ -25,7 +25,7 @@ from r3lite.retrieval.reranker import CrossEncoder, Reranker
 from r3lite.settings import RetrievalSettings
 from r3lite.settings.retrieval import CONDITION, SOURCES
 
-SHOWN = 20  # fields that an error names
+SHOWN = 20  # most fields that an error names
 ORDERS = {
     ">=": operator.ge,
     "<=": operator.le,
@@ -45,7 +45,8 @@ class Setup:
     skip_bad_rows: bool = False  # leaves out bad lines of --corpus
     kind: str = SOURCES[0]  # the kind of sources that a web service is asked for
     gives_up: bool = True  # True if a retriever that fails at query after query ends the run
-    # The setup of the retriever for all other sources, whose reranker, encoder and cache are shared; None: this is it.
+    # The setup of the default retriever, if this one is for a kind of sources of its own: both share the reranker, the
+    # encoder and the query cache. None if this is the default.
     default: "Setup | None" = None
 
     @property
@@ -58,9 +59,9 @@ class Setup:
         """Returns the passages of --index or --corpus, or the paragraphs that come with the questions."""
         settings = self.settings
         if settings.index:
-            return self._fitting(self._checked(index.read_documents(Path(settings.index))))
+            return self._filtered(self._checked(index.read_documents(Path(settings.index))))
         if settings.corpus:
-            return self._fitting(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
+            return self._filtered(corpus.read_corpus(settings.corpus, self.skip_bad_rows))
         if settings.context == "question":
             for question in self.questions:
                 if not question.documents:
@@ -72,7 +73,7 @@ class Setup:
         documents = corpus.from_questions(findable)
         if not documents:
             raise nothing_to_search()
-        return self._fitting(documents)
+        return self._filtered(documents)
 
     def check(self) -> None:
         """Raises R3LiteError if there is nothing to search, before anything is read, built or loaded for it."""
@@ -97,7 +98,7 @@ class Setup:
         opened = index.load(Path(settings.index), settings, loaded_encoder=loaded_encoder)
         self._checked(opened.documents)
         if settings.filter:
-            opened = opened.only(fitting(settings.filter, opened.documents))
+            opened = opened.only(filter_mask(settings.filter, opened.documents))
         return replace(opened, encoder=self._cached(opened.encoder))
 
     @cached_property
@@ -121,16 +122,17 @@ class Setup:
             return None
         return QueryCache(settings.query_cache, settings.query_cache_mib)
 
-    def _fitting(self, documents: Sequence[Document]) -> Sequence[Document]:
+    def _filtered(self, documents: Sequence[Document]) -> Sequence[Document]:
         """Returns the passages that fit --filter."""
         if not self.settings.filter:
             return documents
-        mask = fitting(self.settings.filter, documents)
+        mask = filter_mask(self.settings.filter, documents)
         if isinstance(documents, corpus.Passages):
             return documents.only(mask)
         return list(compress(documents, mask))
 
     def _cached(self, encoder: Encoder) -> Encoder:
+        """Returns the encoder, with its queries going through --query-cache if there is one."""
         if self.query_cache is None or isinstance(encoder, CachedEncoder):
             return encoder
         return CachedEncoder(encoder, self.query_cache)
@@ -148,7 +150,7 @@ class Setup:
         return CrossEncoder(name, self.settings.encoder_dtype)
 
     def _checked(self, documents: Sequence[Document]) -> Sequence[Document]:
-        """Returns the passages of the index. Raises R3LiteError if --corpus names other passages."""
+        """Returns `documents`, the passages of the index. Raises R3LiteError if --corpus names other passages."""
         path = self.settings.corpus
         if not path:
             return documents
@@ -159,8 +161,10 @@ class Setup:
         return documents
 
     def own_places(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
-        """Returns the places in `documents` of the paragraphs that come with each question; None if a search is not
-        confined to them."""
+        """Returns for each question the places in `documents` of the paragraphs that come with it.
+
+        None if searches are not confined to these.
+        """
         if self.settings.context == "corpus":
             return None
         return [self._own_places(question) for question in questions]
@@ -191,6 +195,7 @@ class Setup:
 
     @cached_property
     def _places(self) -> dict[tuple[str, str], int]:
+        """The place of each passage, by its title and text."""
         return {(document.title, document.text): place for place, document in enumerate(self.documents)}
 
 
@@ -246,10 +251,10 @@ def _pattern(wanted: str) -> re.Pattern:
     return re.compile(".*".join(map(re.escape, wanted.split("*"))))
 
 
-def fitting(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndarray:
-    """Returns bool [N]: True for each passage that has the field of every condition and fits it.
+def filter_mask(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndarray:
+    """Returns bool [N]: True for each passage that has the field of every condition with a value that fits.
 
-    Raises R3LiteError if no passage has a field, which is then misspelled, or if none fits.
+    Raises R3LiteError if no passage has the field of a condition, which is then misspelled, or if no passage fits.
     """
     parsed = [Condition(*CONDITION.fullmatch(text.strip()).groups()) for text in conditions]
     mask = np.zeros(len(documents), bool)

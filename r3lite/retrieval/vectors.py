@@ -25,14 +25,14 @@ from tqdm import tqdm
 from r3lite.core.bars import BRIEF
 from r3lite.core.errors import R3LiteError, explained
 
-FULL_SEARCH_LIMIT = 1_000_000  # passages; above, `auto` reads a part of the index for a query and not all of it
-LINKS = 32  # of a vector in the graph of hnsw, twice as many on its lowest level
+FULL_SEARCH_LIMIT = 1_000_000  # passages; for more, `auto` chooses an index of which a query reads only a part
+LINKS = 32  # links of a vector in the graph of hnsw; on the lowest level there are twice as many
 SUBSPACE = 8  # dimensions that are one byte in opq-ivf-pq
-SAMPLE_BYTES = 512 << 20  # most fp32 vectors that an index is trained on
-CENTROID_VECTORS = 39  # training vectors of a centroid, below which FAISS warns
+SAMPLE_BYTES = 512 << 20  # the size, in fp32, of the largest sample that an index is trained on
+CENTROID_VECTORS = 39  # vectors that the sample needs for each centroid; with fewer FAISS warns
 BLOCK = 4096  # passages encoded, and vectors added, at a time
-GROWTH = 1.5  # memory of lists, which grow by doubling while they are built, divided by that of their content
-CODEWORDS = 256  # of a byte of opq-ivf-pq
+GROWTH = 1.5  # memory that growing lists take, divided by that of their content: they grow by doubling
+CODEWORDS = 256  # the values of a byte of opq-ivf-pq; each stands for a centroid of its subspace
 DISTANCES = 4 * 4096 * 1024  # bytes of the inner products that FAISS holds at a time while it finds lists
 SAMPLE_COPIES = {"ivf-sq8": 2, "opq-ivf-pq": 3}  # how many times FAISS holds the vectors of the sample
 IVF = ("ivf-sq8", "opq-ivf-pq")
@@ -45,13 +45,14 @@ CLASSES = {
 }
 CONSTRUCTION = 80  # candidates of hnsw for a vector's links
 SEARCH = 96  # candidates of hnsw for a query
-PROBES = 32  # a query reads 1 / PROBES of the lists, but at least 16
-ROUNDS = 4  # of OPQ: rotation and codewords in turns
+PROBES = 32  # a query reads 1 / PROBES of the lists, but at least MIN_LISTS
+MIN_LISTS = 16
+ROUNDS = 4  # rounds of OPQ's training; each improves the rotation, then the codewords
 
 
 def lists_of(passages: int, dimension: int) -> int:
-    """Returns the number of lists of an inverted file: the power of two nearest to 4 sqrt(N), fewer if the sample is
-    too small."""
+    """Returns the number of lists of an inverted file: the power of two nearest to 4 sqrt(passages), or fewer if the
+    sample is too small for so many."""
     wanted = 1 << round(math.log2(4 * math.sqrt(passages)))
     sample = min(passages, SAMPLE_BYTES // (4 * dimension))
     limit = max(1, sample // CENTROID_VECTORS)
@@ -59,11 +60,11 @@ def lists_of(passages: int, dimension: int) -> int:
 
 
 def sample_of(kind: str, passages: int, dimension: int) -> int:
-    """Returns the number of vectors that an index of a kind is trained on: 40 for each list, and enough for the 256
-    centroids of each byte."""
+    """Returns the number of vectors that an index of a kind is trained on: 40 for each list, and at least 64 for each
+    of the CODEWORDS, if there are so many."""
     if kind not in (*IVF, "sq8"):
         return 0
-    wanted = max((CENTROID_VECTORS + 1) * lists_of(passages, dimension), 16384)
+    wanted = max((CENTROID_VECTORS + 1) * lists_of(passages, dimension), 64 * CODEWORDS)
     return min(passages, wanted, max(1, SAMPLE_BYTES // (4 * dimension)))
 
 
@@ -79,10 +80,10 @@ class Estimate:
     kind: str
     passages: int
     dimension: int
-    file: int  # of the vectors in the folder
-    search: int  # in memory once all of it was read: the file, and where each passage is
-    build: int  # in memory at the most while it is built, beside the encoder
-    scratch: int  # on the disk while it is built
+    file: int  # the file of the index
+    search: int  # memory of searches, once they have read all of the file; with 8 bytes of `ends.bin` a passage
+    build: int  # most memory while the index is built, without the encoder
+    scratch: int  # disk space of the vectors while the index is built
 
     def summary(self) -> str:
         to_build = f"{_size(self.build)} to build, without the encoder, and {_size(self.scratch)} of disk meanwhile"
@@ -92,18 +93,20 @@ class Estimate:
 def estimate(kind: str, passages: int, dimension: int) -> Estimate:
     """Returns the size of an index of a kind."""
     trained = _trained_bytes(kind, passages, dimension)
-    code = _code_bytes(kind, dimension)
-    content = passages * code
+    vector_bytes = _code_bytes(kind, dimension)
+    content = passages * vector_bytes
     file = trained + round(content)
-    # Lists and links grow by doubling; a flat index gets its memory at once.
+    # The content takes more memory while it grows: lists and links grow by doubling, a flat index has its size at once.
     if kind == "hnsw":
-        grown = passages * (2 * code - 4 * dimension)
+        links = vector_bytes - 4 * dimension
+        grown = passages * (4 * dimension + 2 * links)
     elif kind in IVF:
         grown = content * GROWTH
     else:
         grown = content
     sample = 4 * dimension * sample_of(kind, passages, dimension) * SAMPLE_COPIES.get(kind, 1)
-    blocks = 3 * 4 * dimension * min(passages, BLOCK)
+    blocks = 3 * 4 * dimension * min(passages, BLOCK)  # three copies of a block in fp32
+    # First the sample is in memory, for the training, then the growing content.
     build = max(sample + trained, trained + round(grown)) + blocks
     if kind in IVF:
         build += DISTANCES
@@ -119,7 +122,7 @@ def estimate(kind: str, passages: int, dimension: int) -> Estimate:
 
 
 def _trained_bytes(kind: str, passages: int, dimension: int) -> int:
-    """Returns the bytes of the centroids, ranges and rotation that an index is trained to have."""
+    """Returns the bytes of what training gives an index: centroids, ranges of the dimensions, rotation, codewords."""
     lists = lists_of(passages, dimension)
     ranges = 8 * dimension
     if kind == "sq8":
@@ -128,18 +131,19 @@ def _trained_bytes(kind: str, passages: int, dimension: int) -> int:
         return 4 * dimension * lists + ranges
     if kind == "opq-ivf-pq":
         rotated = dimension // SUBSPACE * SUBSPACE
-        return 4 * rotated * (lists + dimension + 256)
+        return 4 * rotated * (lists + dimension + CODEWORDS)  # centroids, rotation, codewords
     return 0
 
 
 def _code_bytes(kind: str, dimension: int) -> float:
-    """Returns the bytes that an index keeps of a vector, with its links or its number."""
+    """Returns the bytes that an index takes for each vector, including its links or its number."""
     if kind == "flat":
         return 4 * dimension
     if kind == "sq8":
         return dimension
     if kind == "hnsw":
-        # 2 LINKS links to neighbours on the lowest level; 1 in LINKS vectors is on a higher level, and so on.
+        # The vector; 2 LINKS links of 4 bytes on the lowest level; LINKS on each higher level, to which 1 in LINKS
+        # vectors of the level below belongs; and 12 bytes for the vector's level and where its links begin.
         return 4 * dimension + 4 * 2 * LINKS + 4 * LINKS / (LINKS - 1) + 12
     if kind == "ivf-sq8":
         return dimension + 8
@@ -169,7 +173,7 @@ def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
     for candidate in estimates:
         if max(candidate.search, candidate.build) <= budget:
             return candidate
-    # Not always the last: training takes opq-ivf-pq more memory than a small index of another kind takes in all.
+    # This need not be the last kind: with few passages, training opq-ivf-pq takes the most memory.
     smallest = min(estimates, key=lambda candidate: max(candidate.search, candidate.build))
     needed_mib = math.ceil(max(smallest.search, smallest.build) / (1 << 20))
     alternative = "" if kind in ("auto", "opq-ivf-pq") else ", or --index-type auto"
@@ -193,16 +197,16 @@ class Vectors:
 
     @property
     def places(self) -> int:
-        """Returns the number of vectors, the deleted ones among them."""
+        """Returns the number of vectors, including deleted ones."""
         if self.added is None:
             return self.base.ntotal
         return self.base.ntotal + self.added.ntotal
 
     def search(self, queries: np.ndarray, k: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Returns for each of `queries` [Q, d] the scores and numbers of the `k` nearest, nearest first.
+        """Returns for each of `queries` [Q, d] the scores and numbers of the `k` nearest vectors, nearest first.
 
-        Numbers count the vectors that are not deleted. There are fewer than `k` if the index, or the lists that are
-        read, hold fewer.
+        A vector's number is its index among those that are not deleted; its place counts the deleted ones, too. There
+        are fewer than `k` if the index, or the lists that a query reads, hold fewer.
         """
         k = max(1, min(k, self.places - len(self.deleted)))
         live = self._live() if len(self.deleted) else None
@@ -214,6 +218,7 @@ class Vectors:
             scores = np.hstack([scores, added_scores])
             added_places = np.where(added_places < 0, -1, added_places + offset)
             places = np.hstack([places, added_places])
+            # The k best of both: sorted by score, padding (place -1) last.
             costs = np.where(places < 0, np.inf, -scores)
             order = np.argsort(costs, axis=1, kind="stable")[:, :k]
             scores = np.take_along_axis(scores, order, 1)
@@ -268,12 +273,12 @@ class VectorFile:
         self.path = path
         self.dimension = dimension
         self.type = np.dtype("<f4" if item_bytes(kind) == 4 else "<f2")
-        self.row = dimension * self.type.itemsize
+        self.row_bytes = dimension * self.type.itemsize
 
     def __len__(self) -> int:
         if not self.path.exists():
             return 0
-        return self.path.stat().st_size // self.row
+        return self.path.stat().st_size // self.row_bytes
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Returns rows [count, d] from `start` on, fewer at the end, as fp32."""
@@ -281,13 +286,13 @@ class VectorFile:
             self.path,
             dtype=self.type,
             count=count * self.dimension,
-            offset=start * self.row,
+            offset=start * self.row_bytes,
         )
         return rows.reshape(-1, self.dimension).astype(np.float32)
 
     def cut(self, rows: int) -> None:
         """Cuts the file off after the first `rows` rows."""
-        os.truncate(self.path, rows * self.row)
+        os.truncate(self.path, rows * self.row_bytes)
 
     def append(self, vectors: np.ndarray) -> None:
         """Adds rows and waits until they are on the disk."""
@@ -297,7 +302,7 @@ class VectorFile:
             os.fsync(file.fileno())
 
     def sample(self, count: int) -> np.ndarray:
-        """Returns `count` rows, always the same ones of the same file, in their order. Only they are in memory."""
+        """Returns `count` rows, drawn with a fixed seed, in their order. The other rows are not kept in memory."""
         n = len(self)
         if count < n:
             generator = np.random.default_rng(0)
@@ -328,7 +333,7 @@ def build_vectors(kind: str, vectors: VectorFile) -> faiss.Index:
 
 
 def _empty(kind: str, count: int, d: int) -> faiss.Index:
-    """Returns an index of a kind, not trained, for `count` vectors of d dimensions."""
+    """Returns an index of a kind for `count` vectors of d dimensions. It has none yet, and is not trained."""
     lists = lists_of(count, d)
     parts = d // SUBSPACE
     recipe = {
@@ -344,7 +349,7 @@ def _empty(kind: str, count: int, d: int) -> faiss.Index:
         index.hnsw.efSearch = SEARCH
     if kind in ("ivf-sq8", "opq-ivf-pq"):
         ivf = faiss.downcast_index(faiss.extract_index_ivf(index))
-        ivf.nprobe = min(lists, max(16, lists // PROBES))
+        ivf.nprobe = min(lists, max(MIN_LISTS, lists // PROBES))
     if kind == "opq-ivf-pq":
         # FAISS's own numbers (50 rounds, 65,536 vectors) would take hours on one core at 768 dimensions.
         rotation = faiss.downcast_VectorTransform(index.chain.at(0))
@@ -357,7 +362,7 @@ def _empty(kind: str, count: int, d: int) -> faiss.Index:
 
 
 def _reserve(index: faiss.Index, count: int) -> None:
-    """Takes memory for all vectors at once: an array that doubles holds three times its content at the worst."""
+    """Reserves memory for all vectors: an array that grows by doubling holds three times its content at the worst."""
     store = faiss.downcast_index(index.storage) if isinstance(index, faiss.IndexHNSW) else index
     if isinstance(store, (faiss.IndexFlat, faiss.IndexScalarQuantizer)):
         store.codes.resize(count * store.code_size)
@@ -365,7 +370,7 @@ def _reserve(index: faiss.Index, count: int) -> None:
 
 
 def add_vectors(index: faiss.Index, blocks: Iterable[np.ndarray]) -> None:
-    """Adds vectors. One thread builds a graph: with several, its links and bytes depend on which is faster."""
+    """Adds vectors. A graph is built by one thread: with several, its links would depend on which of them is faster."""
     threads = faiss.omp_get_max_threads()
     if isinstance(index, faiss.IndexHNSW):
         faiss.omp_set_num_threads(1)

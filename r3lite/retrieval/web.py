@@ -159,7 +159,7 @@ class Web:
     service: Recorded
     kind: str
     count: int  # of pages for a query
-    encoder: Encoder | None  # None: hashed words, weighed by the sentences of the query's own pages
+    encoder: Encoder | None  # None: a hashing encoder that is fitted to the sentences of each query's pages
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """Returns the `k` pages nearest to each query, by their nearest sentences."""
@@ -177,27 +177,30 @@ class Web:
         return self.service.pages(query, self.kind, self.count)
 
     def _nearest(self, query: str, pages: list[Page]) -> list[Document]:
-        """Returns a passage of each page that has text, the nearest one first; of equal ones in the service's order."""
+        """Returns a passage of each page that has text, the nearest first; equally near ones in the service's order."""
         texts = [plain(page["text"]) for page in pages]
-        page_sentences = [list(sentences(text, SENTENCE)) for text in texts]
-        passages = [Document("", "", sentence) for page_texts in page_sentences for sentence in page_texts]
-        if not passages:
+        sentences_by_page = [list(sentences(text, SENTENCE)) for text in texts]
+        all_sentences: list[str] = []
+        for page_sentences in sentences_by_page:
+            all_sentences += page_sentences
+        if not all_sentences:
             return []
-        encoder = self.encoder or HashingEncoder.fit(passage.text for passage in passages)
+        encoder = self.encoder or HashingEncoder.fit(all_sentences)
+        passages = [Document("", "", sentence) for sentence in all_sentences]
         passage_vectors = encoder.encode_passages(passages, lambda n: None)
         query_vector = encoder.encode_queries([query])[0]
-        scores = passage_vectors @ query_vector
+        scores = passage_vectors @ query_vector  # [all sentences]
         documents = []
         start = 0
-        for page, page_texts in zip(pages, page_sentences, strict=True):
-            if not page_texts:
+        for page, page_sentences in zip(pages, sentences_by_page, strict=True):
+            if not page_sentences:
                 continue
-            page_scores = scores[start : start + len(page_texts)]
-            start += len(page_texts)
+            page_scores = scores[start : start + len(page_sentences)]
+            start += len(page_sentences)
             document = Document(
                 id=page["url"],
                 title=plain(page["title"]),
-                text=best(page_texts, page_scores),
+                text=best_sentences(page_sentences, page_scores),
                 score=float(page_scores.max()),
                 source=self.service.name,
             )
@@ -205,16 +208,19 @@ class Web:
         return sorted(documents, key=lambda document: -document.score)
 
 
-def best(texts: list[str], scores: np.ndarray) -> str:
-    """Returns the sentences of the highest scores, in the text's order: PASSAGE tokens at most, or one sentence."""
-    places: list[int] = []
+def best_sentences(page_sentences: list[str], scores: np.ndarray) -> str:
+    """Returns the sentences with the highest scores as a text, in the order of the page.
+
+    They have at most PASSAGE tokens together; a single sentence may have more.
+    """
+    indices: list[int] = []
     size = 0
-    for place in np.argsort(-scores, kind="stable").tolist():
-        size += count_tokens(texts[place])
-        if places and size > PASSAGE:
+    for i in np.argsort(-scores, kind="stable").tolist():
+        size += count_tokens(page_sentences[i])
+        if indices and size > PASSAGE:
             break
-        places.append(place)
-    return " ".join(texts[place] for place in sorted(places))
+        indices.append(i)
+    return " ".join(page_sentences[i] for i in sorted(indices))
 
 
 def plain(text: str) -> str:
@@ -234,6 +240,7 @@ def web_retriever(setup: Setup, top_k: int) -> Retrieve:
         rpm=settings.web_rpm,
         replay=settings.web_replay,
     )
+    # A service that lacks this kind of sources searches those that it searches by default.
     kind = setup.kind if setup.kind in SERVICES[settings.retriever].kinds else KIND
     ranking = Web(service, kind=kind, count=settings.web_results, encoder=setup.encoder)
     return RankingRetriever(ranking, top_k)

@@ -1,6 +1,6 @@
 """Rewards for the final answer, compared with the gold answers. An episode without an answer is never right.
 
-Every function takes an episode; what it returns is the reward of the last step. None is a missing reward.
+Every function takes an episode and returns the reward of its last step; None if the reward is missing.
 """
 
 from r3lite.core import answer_match
@@ -23,7 +23,8 @@ def answer_f1(episode: Episode) -> float:
 def contains_gold(episode: Episode) -> float:
     """Returns 1 if the answer contains a gold answer as whole words after normalization, else 0.
 
-    `no` is not in `north`. A long answer is more likely to contain one: `length_penalty` is its counterweight.
+    As whole words, so `no` is not in `north`. A long answer is more likely to contain a gold answer; the reward
+    `length_penalty` counters that.
     """
     words = split_words(normalize(episode.prediction))
     gold_answers = [split_words(normalize(gold)) for gold in episode.question.answers]
@@ -47,8 +48,8 @@ def rouge_l_levels(
     """Returns ROUGE-L in levels: `pay_exact` for an exact match, `pay_high` from `high` on, `pay_low` below `low`,
     else 0.
 
-    The rewards are those of systems with solution tags. Where the levels of these begin is not known: `high` and `low`
-    are r3lite's own.
+    The default rewards are those of systems with solution tags. From which ROUGE-L on these systems pay them is not
+    known: `high` and `low` are r3lite's choice.
     """
     if exact_match(episode):
         return pay_exact

@@ -36,7 +36,7 @@ IN_A_ROW = 8
 
 
 def read_verdict(data: Any, episode: Episode) -> Verdict:
-    """Returns the judge's reply about an episode as a verdict; without an answer nothing is right.
+    """Returns the judge's reply about an episode as a verdict. An episode without an answer is never right.
 
     Raises InvalidRecord if the reply is not of the form of the schema.
     """
@@ -97,18 +97,18 @@ def request_for(episode: Episode) -> Request:
 class Judge:
     """Judges episodes with a language model and counts its calls.
 
-    A call that failed is a missing verdict, and the run goes on; it stops if that is the rule and not the exception.
+    After a call that failed, the verdict is missing and the run goes on. If most calls fail, the run stops.
     """
 
     def __init__(self, client: "Client", spans: Spans = NO_SPANS):
         self.client = client
         self.spans = spans
-        self.missing = 0  # verdicts
-        # Both counts are without replies from the cache.
-        self._replies = 0
-        self._failed = 0
+        self.missing = 0  # number of missing verdicts
+        # These three are without replies from the cache.
+        self._replies = 0  # number of replies
+        self._failed = 0  # number of those that failed
         self._latest: deque[Reply] = deque(maxlen=WINDOW)
-        self._has_succeeded = False  # True also once a verdict came from the cache
+        self._has_succeeded = False  # True once there was a verdict, also from the cache
 
     def verdicts(
         self,
@@ -119,9 +119,9 @@ class Judge:
 
         Raises R3LiteError if most calls fail, if a cap is reached or if no call can succeed.
         """
-        judged = []
+        judged = []  # indices of the episodes that need a call
         for i, episode in enumerate(episodes):
-            # Others cost no call: they have nothing to judge, or no reward whatever a judge says.
+            # The other episodes have neither an answer nor a query to judge, or get no reward whatever a judge says.
             if not episode.is_void and (episode.prediction or episode.search_count):
                 judged.append(i)
         with self.spans.span("judge", episodes=len(judged)):
@@ -174,13 +174,13 @@ class Judge:
 
 
 def _nothing_right(episode: Episode) -> Verdict:
-    """Returns the verdict on an episode of which nothing is judged."""
-    opinions = [StepVerdict(0.0, 0.0) for _ in episode.steps]
+    """Returns the verdict on an episode that is not judged."""
+    opinions = [StepVerdict(relevance=0.0, coherence=0.0) for _ in episode.steps]
     return Verdict(False, tuple(opinions))
 
 
 def missing_verdicts_note(judge: Judge | None) -> str:
-    """Returns what the end of a run adds about verdicts that are missing; nothing if none is."""
+    """Returns a line about missing verdicts for the end of a run; an empty text if none is missing."""
     if judge is None or not judge.missing:
         return ""
     return f"\n{judge.missing} verdicts of the judge are missing"

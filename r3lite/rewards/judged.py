@@ -16,8 +16,10 @@ def relevance(
     gamma_incorrect: float = 0.0,
     gamma_fail: float = 0.0,
 ) -> list[float]:
-    """Returns, at each query, how relevant its documents are to the question, 0 to 1, times the trajectory factor of
-    R3-RAG (arXiv 2505.23794, with 0.6, -0.2 and -0.1)."""
+    """Returns for each step how relevant its documents are, 0 to 1, times `trajectory_factor`; 0 without a query.
+
+    This is R3-RAG's process reward (arXiv 2505.23794). The paper's gammas are 0.6, -0.2 and -0.1.
+    """
     factor = trajectory_factor(
         episode,
         is_right=verdict.correct,
@@ -47,12 +49,12 @@ def trajectory_factor(
 
 
 def coherence(episode: Episode, verdict: Verdict) -> float:
-    """Returns how well the analyses follow from what was known at each step, 0 to 1; the mean over the steps."""
+    """Returns the mean over the steps of how well their analyses follow from what was known then, 0 to 1."""
     return sum(opinion.coherence for opinion in verdict.steps) / (len(verdict.steps) or 1)
 
 
 def query_rationality(episode: Episode, verdict: Verdict) -> float:
-    """Returns how sensible the queries are, given what was known, 0 to 1; the mean over the steps that search.
+    """Returns the mean over the steps that search of how sensible their queries are, given what was known, 0 to 1.
 
     The reward is 0 if no step searches.
     """

@@ -6,7 +6,7 @@ weights are among these. A judge's verdict is None if there is no judge; then it
 
 from r3lite.core.answer_match import answer_scores
 from r3lite.core.episode import Episode
-from r3lite.protocols.base import new_queries
+from r3lite.protocols.base import new_query_counts
 from r3lite.rewards.judged import judged_answer, trajectory_factor
 from r3lite.rewards.searching import is_idle
 from r3lite.rewards.verdict import StepVerdict, Verdict
@@ -71,7 +71,7 @@ def outcome(
 ) -> float:
     """Returns the weighted sum of EM, F1 and the judge's verdict on the answer; 0 after fewer than `least_searches`
     different searches."""
-    if sum(new_queries(episode.steps)) < least_searches:
+    if sum(new_query_counts(episode.steps)) < least_searches:
         return 0.0
     em, f1 = answer_scores(episode)
     judged = judged_answer(episode, verdict) if verdict else 0.0
@@ -82,7 +82,7 @@ def search(episode: Episode, search_bonus: float, idle_query_penalty: float) -> 
     """Returns, at each step, `search_bonus` for each new query, and -`idle_query_penalty` if a query is blank or
     repeated."""
     rewards = []
-    for step, new in zip(episode.steps, new_queries(episode.steps), strict=True):
+    for step, new in zip(episode.steps, new_query_counts(episode.steps), strict=True):
         penalty = idle_query_penalty if is_idle(step) else 0.0
         rewards.append(search_bonus * new - penalty)
     return rewards

@@ -1,8 +1,8 @@
-"""The rewards by name and their weights: those with flags of their own, the other built-in ones, and a user's own
-functions as `package.module:function`.
+"""The rewards by name, and their weights.
 
-A reward is a plain function. It takes an episode, and the judge's verdict if it names a parameter `verdict`; its other
-parameters are what a config can set (of those in `parts.py`: what their flags set). It returns
+A reward is a plain function: one of `parts.py`, whose parameters are flags of the command line, another built-in one,
+or a user's own, named as `package.module:function`. It takes an episode, and the judge's verdict if it has a parameter
+named `verdict`. A config can set its other parameters. It returns
 
 - a number, the reward of the last step;
 - or a list of numbers, one per step;
@@ -32,14 +32,14 @@ from r3lite.settings import RewardSettings
 from r3lite.settings.rewards import FIRST_WEIGHT, RewardEntry
 
 RewardFunction = Callable[..., float | list[float] | None]
-# The rewards whose parameters are flags. They are parts of every reward, and no names for --rewards.
+# The rewards whose parameters are flags. They are used without --rewards, which cannot name them.
 FLAGGED: dict[str, RewardFunction] = {
     "format": parts.well_formed,
     "process": parts.process,
     "search": parts.search,
     "outcome": parts.outcome,
 }
-# The rewards that need a format with searches.
+# The rewards that can only be used with a step format that has searches.
 SEARCH_REWARDS = (
     searching.gold_recall,
     searching.gold_precision,
@@ -76,7 +76,7 @@ REWARDS: dict[str, RewardFunction] = {
         tasks.combined,
     )
 }
-# The built-in rewards for the answer itself. A user's own function counts as one, too, as it may reward the answer.
+# The built-in rewards for the answer itself. A user's own function always counts as one, too: it may reward the answer.
 ANSWER_REWARDS = (
     answers.exact_match,
     answers.answer_f1,
@@ -90,8 +90,9 @@ ANSWER_REWARDS = (
     tasks.chat,
     tasks.combined,
 )
-LARGEST_REWARD = 1e15  # learning squares rewards and adds them up, in fp32
+LARGEST_REWARD = 1e15  # sums of squared rewards, which learning computes, must be finite in fp32
 VERDICT = "verdict"  # the name of the parameter that gets the judge's verdict
+# The types that a parameter may have: those in the same line as the type of its default. The text is for the error.
 KINDS = (
     ((bool,), "true or false"),
     ((int, float), "a number"),
@@ -112,16 +113,16 @@ class NamedReward:
 
     @property
     def pays_answer(self) -> bool:
-        """True if it counts as a reward for the answer."""
+        """True if this counts as a reward for the answer. A name with a colon is that of a user's own function."""
         return self.weight != 0 and (self.function in ANSWER_REWARDS or ":" in self.name)
 
     def step_rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:
         """Returns the weighted reward of each step; None if the reward is missing.
 
-        Raises R3LiteError if the function fails or returns what is no reward.
+        Raises R3LiteError if the function fails or returns a value that is no reward.
         """
         step_count = len(episode.steps)
-        if step_count == 0:  # no step to be rewarded
+        if step_count == 0:
             return []
         value = self._value(episode, verdict)
         if value is None:
@@ -130,7 +131,7 @@ class NamedReward:
             by_step = list(value)
         else:
             by_step = [0.0] * (step_count - 1) + [value]
-        # Rewards with flags have no bound of their own: `EpisodeReward` refuses a step's sum that is too large.
+        # The rewards with flags are not checked here: `EpisodeReward` refuses a step's sum that is too large.
         if self.name not in FLAGGED and not _are_rewards(by_step, step_count):
             cause = f"the reward {self.name} returned {shown(value)} for an episode of {step_count} steps"
             limit = f"a number of at most {LARGEST_REWARD:.0e}"
@@ -139,20 +140,22 @@ class NamedReward:
         return [self.weight * float(reward) for reward in by_step]
 
     def _value(self, episode: Episode, verdict: Verdict | None) -> Any:
-        """Returns what the function returns. Raises R3LiteError if it fails."""
+        """Returns what the function returns. Raises R3LiteError if the function raises."""
         arguments = dict(self.parameters)
         if self.takes_verdict:
             arguments[VERDICT] = verdict
         try:
             return self.function(episode, **arguments)
         except Exception as error:
-            place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the function's own line, if it came so far
+            # Frame 0 is the call above. Frame 1 is the line of the user's function, unless the call itself failed.
+            frames = traceback.extract_tb(error.__traceback__)[:2]
+            place = frames[-1]
             cause = f"the reward {self.name} failed on question {episode.question.id}: {type(error).__name__}: {error}"
             raise R3LiteError(cause, f"Fix {place.filename}, line {place.lineno}.", code="reward-failed") from error
 
 
 def _are_rewards(values: list, step_count: int) -> bool:
-    """Returns True if there is one number per step that can be learned from."""
+    """Returns True if there is one number per step, none of them NaN or larger than LARGEST_REWARD."""
     if len(values) != step_count:
         return False
     return all(isinstance(value, Real) and abs(value) <= LARGEST_REWARD for value in values)
@@ -161,8 +164,8 @@ def _are_rewards(values: list, step_count: int) -> bool:
 def rewards_of(settings: RewardSettings) -> list[NamedReward]:
     """Returns all rewards of the settings: those with flags and those of `--rewards`, with their parameters checked.
 
-    Their order is that in which they are added up, which decides the last bit of a sum: the outcome comes last.
-    `search` is left out if its weights are 0. Raises as `named_rewards` does.
+    They are added up in this order, `outcome` last; another order would change the last bit of a sum. `search` is left
+    out if its weights are 0. Raises the errors of `named_rewards`.
     """
     flagged = {name: _flagged(name, settings) for name in FLAGGED}
     outcome = flagged.pop("outcome")
@@ -172,7 +175,7 @@ def rewards_of(settings: RewardSettings) -> list[NamedReward]:
 
 
 def _flagged(name: str, settings: RewardSettings) -> NamedReward:
-    """Returns the reward of FLAGGED with the values of its flags."""
+    """Returns the reward `name` of FLAGGED. Its parameters have the values of the settings with the same names."""
     function = FLAGGED[name]
     names = list(inspect.signature(function).parameters)[1:]  # without the episode
     flags = {flag: getattr(settings, flag) for flag in names if flag != VERDICT}
@@ -188,22 +191,24 @@ def _flagged(name: str, settings: RewardSettings) -> NamedReward:
 def named_rewards(settings: RewardSettings) -> list[NamedReward]:
     """Returns the rewards that `--rewards` names, with their parameters checked.
 
-    Raises UsageError for a name or a parameter that is not there, R3LiteError if a user's module fails.
+    Raises UsageError for a name or a parameter that does not exist, R3LiteError if a user's module cannot be imported.
     """
     return [_named(entry) for entry in settings.rewards or ()]
 
 
 def _named(entry: RewardEntry) -> NamedReward:
+    """Returns the reward of an entry of `--rewards`, which has a name, a weight and perhaps parameters."""
     name = entry["name"]
     function = _load(name)
     try:
-        taken = list(inspect.signature(function).parameters.values())[1:]  # without the episode
+        all_parameters = list(inspect.signature(function).parameters.values())[1:]  # without the episode
     except (TypeError, ValueError):  # not callable, or written in C
         raise UsageError(
             f"the reward {name} is {shown(function)}, not a function of an episode", code="reward-not-function"
         ) from None
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    settable = {parameter.name: parameter.default for parameter in taken if parameter.kind in by_keyword}
+    # The default of each parameter that can be set, by its name; Parameter.empty if it has none.
+    settable = {parameter.name: parameter.default for parameter in all_parameters if parameter.kind in by_keyword}
     takes_verdict = VERDICT in settable
     settable.pop(VERDICT, None)
     parameters = {key: value for key, value in entry.items() if key not in ("name", "weight", FIRST_WEIGHT)}
@@ -228,19 +233,22 @@ def _named(entry: RewardEntry) -> NamedReward:
 
 
 def _check_kind(parameter: str, value: Any, default: Any) -> None:
-    """Raises UsageError if a parameter is of another kind than its default."""
-    for kinds, description in KINDS:
-        if isinstance(default, kinds):
-            is_stray_bool = isinstance(value, bool) and bool not in kinds
-            if is_stray_bool or not isinstance(value, kinds):
+    """Raises UsageError if the value of a parameter is of another kind than its default, see KINDS.
+
+    Any value is right for a default of a type that KINDS does not have, such as None.
+    """
+    for types, description in KINDS:
+        if isinstance(default, types):
+            is_stray_bool = isinstance(value, bool) and bool not in types  # a bool is an int in Python
+            if is_stray_bool or not isinstance(value, types):
                 raise UsageError(f"{parameter} is {value!r}; it must be {description}", code="wrong-type")
             return
 
 
 def _load(name: str) -> RewardFunction:
-    """Returns the function of a name.
+    """Returns the function of a name. Imports the module of a user's function.
 
-    A user's module is looked for in the current folder first, as `python -m` does.
+    The module is looked for in the current folder first, as `python -m` does; the folder stays in sys.path.
     """
     if ":" not in name:
         if name not in REWARDS:
@@ -276,8 +284,9 @@ def needs_verdict(settings: RewardSettings) -> bool:
 def settings_of_round(settings: RewardSettings, number: int) -> RewardSettings:
     """Returns the settings with the weights of round `number`, from 1 on.
 
-    With a curriculum of N rounds, a reward has `first_weight` in rounds n <= N and `weight` after them (hard), or
-    share * weight + (1 - share) * first_weight with share = min((n - 1) / N, 1) (linear).
+    With a curriculum of N rounds, a reward that has a `first_weight` has the weight share * weight + (1 - share) *
+    first_weight in round n. `share` is 1 after round N. Up to round N it is 0 (--curriculum-switch hard) or (n - 1) / N
+    (linear).
     """
     if not settings.rewards:
         return settings
@@ -290,21 +299,26 @@ def settings_of_round(settings: RewardSettings, number: int) -> RewardSettings:
         share = 0.0
     rewards = []
     for entry in settings.rewards:
-        of_round = {key: value for key, value in entry.items() if key != FIRST_WEIGHT}
+        round_entry = {key: value for key, value in entry.items() if key != FIRST_WEIGHT}
         if FIRST_WEIGHT in entry:
-            of_round["weight"] = share * entry["weight"] + (1 - share) * entry[FIRST_WEIGHT]
-        rewards.append(RewardEntry(of_round))
+            round_entry["weight"] = share * entry["weight"] + (1 - share) * entry[FIRST_WEIGHT]
+        rewards.append(RewardEntry(round_entry))
     return replace(settings, rewards=tuple(rewards))
 
 
 def metrics_of_weights(settings: RewardSettings, number: int) -> dict[str, float]:
-    """Returns the weights of round `number` that change between rounds, as metrics; none without a curriculum."""
+    """Returns, as metrics, the weights in round `number` of the rewards with a first weight; none without a
+    curriculum."""
     if not settings.rewards or not settings.curriculum_rounds:
         return {}
-    pairs = zip(settings.rewards, settings_of_round(settings, number).rewards, strict=True)
-    return {f"rewards/{entry['name']}/weight": of_round["weight"] for entry, of_round in pairs if FIRST_WEIGHT in entry}
+    round_entries = settings_of_round(settings, number).rewards
+    metrics = {}
+    for entry, round_entry in zip(settings.rewards, round_entries, strict=True):
+        if FIRST_WEIGHT in entry:
+            metrics[f"rewards/{entry['name']}/weight"] = round_entry["weight"]
+    return metrics
 
 
 def weights_change_at(settings: RewardSettings, number: int) -> bool:
-    """Returns True if round `number` has other weights than the one before it."""
+    """Returns True if round `number` has other weights than round `number` - 1."""
     return number > 1 and metrics_of_weights(settings, number) != metrics_of_weights(settings, number - 1)

@@ -1,6 +1,6 @@
-"""The reward of each step of an episode: the sum of all rewards of the settings, see `registry.py`.
+"""The reward of each step of an episode: the weighted sum of all rewards that the settings choose, see `registry.py`.
 
-Takes an episode, the weights of the settings and, if there is a judge, its `Verdict`.
+It is computed from the episode, the settings and, if there is a judge, the judge's `Verdict`.
 """
 
 from collections.abc import Set
@@ -16,23 +16,24 @@ from r3lite.rewards.registry import LARGEST_REWARD, needs_verdict, rewards_of
 from r3lite.rewards.verdict import Verdict
 from r3lite.settings import RewardSettings
 
-ALWAYS = ("format", "process", "outcome")  # parts that every reward has; they come first in the lines of episodes.jsonl
+# The parts that every episode's reward has. They come first in the lines of episodes.jsonl.
+ALWAYS = ("format", "process", "outcome")
 
 
 @dataclass(frozen=True)
 class EpisodeReward:
-    """The rewards of an episode.
+    """The reward of an episode: of each step, and in parts.
 
-    `by_step[k]` is the reward at the end of step k. `parts` has two kinds of numbers by name:
-    - Weighted parts, which add up to the total: `format`, `process`, `outcome`, `search` if searches are rewarded, and
-      each named reward.
+    `by_step` has one number per step, the reward at the step's end. `parts` has two kinds of numbers by name:
+    - Weighted parts: what one reward function gave, summed over the steps. They add up to the total. Their names are
+      `format`, `process`, `outcome`, `search` if searches are rewarded, and the names in --rewards.
     - Scores, which are only logged: `em`, `f1`, `recall` (None if the question has no gold paragraphs) and, with a
-      judge, `judge` (1 if it says that the answer is right).
+      judge, `judge` (1 if the judge calls the answer right).
 
-    `answer_reward` is the reward of the answer alone: the sum of `outcome` and of the named rewards for answers. None:
-    the run has no reward for answers.
+    `answer_reward` is the reward of the answer alone: the sum of `outcome` and of those of --rewards that reward the
+    answer. It is None if the run has no reward for answers.
 
-    Raises R3LiteError if a reward is not finite or too large for fp32.
+    The constructor raises R3LiteError if a step's reward is not finite or too large for fp32.
     """
 
     by_step: list[float]
@@ -41,7 +42,7 @@ class EpisodeReward:
 
     def __post_init__(self):
         for reward in self.by_step:
-            if not abs(reward) <= LARGEST_REWARD:  # true of NaN, too
+            if not abs(reward) <= LARGEST_REWARD:  # also true if the reward is NaN
                 cause = f"the reward of a step is {reward}; it must be finite and at most {LARGEST_REWARD:.0e}"
                 raise R3LiteError(
                     cause, "Lower the weights of the rewards, such as --outcome-em.", code="reward-out-of-range"
@@ -53,12 +54,12 @@ class EpisodeReward:
 
     @property
     def signal(self) -> float:
-        """Returns the number that is compared within a group to see if it has variance.
+        """The number by which we tell whether the episodes of a group differ: `answer_reward`, if the run has one.
 
-        It is `answer_reward`, or the total if the run has no reward for answers. It decides which groups are refilled
-        and which are expanded first; the metric frac_reward_zero_std is computed from it. Advantages always come from
-        the total. By the total, a group of wrong answers that differ only in recall would have variance, and would not
-        be replaced by a better one.
+        Without rewards for answers it is the total. The signals decide which groups are refilled and which are expanded
+        first, and give the metric frac_reward_zero_std. Advantages always come from the total. But the total would not
+        serve here: a group of wrong answers that differ only in recall would count as varied, and would not be replaced
+        by a better group.
         """
         if self.answer_reward is None:
             return self.total
@@ -84,7 +85,7 @@ def highest_outcome(settings: RewardSettings) -> float:
 def outcome_share(reward: EpisodeReward, settings: RewardSettings) -> float:
     """Returns the outcome reward divided by the highest possible one: how right the answer is, from 0 to 1.
 
-    The total does not show how right it is, because format and recall are rewarded for wrong answers, too.
+    The total does not show this, because format and recall are rewarded for wrong answers, too.
     """
     return reward.parts["outcome"] / highest_outcome(settings)
 
@@ -94,33 +95,33 @@ def score(
     settings: RewardSettings,
     verdict: Verdict | None = None,
 ) -> EpisodeReward | None:
-    """Returns the reward of an episode: at each step, the sum of what the settings reward there.
+    """Returns the reward of an episode: at each step, the sum of all reward functions of the settings.
 
-    The settings reward by `format`, `process`, `search` and `outcome` (parts.py), and by the functions that --rewards
-    names (registry.py), each at the steps that it chooses.
+    The functions are `format`, `process`, `search` and `outcome` (parts.py), and those that --rewards names
+    (registry.py). Each function chooses the steps that it rewards.
 
     Returns None, a missing reward, if the retriever failed, if the last turn searched although it had to answer, if a
-    reward needs a verdict and there is none, or if a named reward is missing.
+    function needs a verdict and there is none, or if a function returns None.
     """
     if episode.is_void:
         return None
     if verdict is None and needs_verdict(settings):
         return None
     assert verdict is None or len(verdict.steps) == len(episode.steps), "a verdict has one opinion per step"
-    functions = rewards_of(settings)
-    step_rewards_by_name = {function.name: function.step_rewards(episode, verdict) for function in functions}
+    rewards = rewards_of(settings)
+    step_rewards_by_name = {reward.name: reward.step_rewards(episode, verdict) for reward in rewards}
     if None in step_rewards_by_name.values():
         return None
     by_step = [0.0] * len(episode.steps)
-    # Added in the order of `rewards_of`: another one would change the last bits.
+    # Another order of addition than that of `rewards_of` would change the last bits of the sums.
     for step_rewards in step_rewards_by_name.values():
         by_step = [total + reward for total, reward in zip(by_step, step_rewards, strict=True)]
     totals = {name: sum(step_rewards) for name, step_rewards in step_rewards_by_name.items()}
     parts = {name: totals[name] for name in ALWAYS} | totals  # all of `totals`, in another order: ALWAYS first
     answer_reward = None
-    for_answers = [function.name for function in functions if function.pays_answer]
-    if highest_outcome(settings) or for_answers:
-        answer_reward = parts["outcome"] + sum(parts[name] for name in for_answers)
+    answer_names = [reward.name for reward in rewards if reward.pays_answer]
+    if highest_outcome(settings) or answer_names:
+        answer_reward = parts["outcome"] + sum(parts[name] for name in answer_names)
     em, f1 = answer_scores(episode)
     parts |= {"em": em, "f1": f1, "recall": episode.recall}
     if verdict is not None:
@@ -134,15 +135,16 @@ def score_all(
     judge: Judge | None,
     run_sources: Set[str],
 ) -> list[EpisodeReward | None]:
-    """Returns the reward of each episode, by the judge's verdicts if there is a judge; None: missing, see `score`.
+    """Returns the reward of each episode, or None where it is missing (see `score`). Asks the judge if there is one.
 
-    Raises R3LiteError if a reward is missing for all of many episodes (see `check_all_missing`). `run_sources` are the
-    names of the run's data sets: episodes of only some of them prove nothing, since questions of another one may have
-    what the reward needs.
+    Raises R3LiteError if one of --rewards is missing for all of many episodes (see `check_all_missing`). That is only
+    checked if there are episodes of every data set of the run, whose names are `run_sources`: the questions of another
+    data set may have what the reward needs.
     """
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     pairs = zip(episodes, verdicts, strict=True)
     rewards = [score(episode, settings, verdict) for episode, verdict in pairs]
-    if all(reward is None for reward in rewards) and run_sources <= {episode.question.source for episode in episodes}:
+    sources = {episode.question.source for episode in episodes}
+    if all(reward is None for reward in rewards) and run_sources <= sources:
         check_all_missing(episodes, verdicts, settings)
     return rewards

@@ -16,12 +16,13 @@ def round_metrics(
     turns: Sequence[Sequence[Sequence[int]]],
     logprobs: Sequence[Sequence[float]],
 ) -> dict[str, float | None]:
-    """Returns the metrics of a round, under TRL's names if it has them. Missing rewards (None) are left out of the
-    means.
+    """Returns the metrics of a round, by the names that TRL gives them, if it has them. Missing rewards (None) are left
+    out of the means.
 
-    `turns` are the sampled tokens of each episode, turn by turn, `logprobs` [N] their log-probabilities. `logps/right`
-    is the mean over each right episode's tokens, then over the right episodes, as in GRPO's loss; None if no
-    episode is right. It falls when a collapse begins (arXiv 2512.04220).
+    `turns` has the sampled tokens of each episode, turn by turn, and `logprobs` the log-probabilities of all its
+    sampled tokens. The metric `logps/right` is the mean of the log-probabilities in each right episode, averaged over
+    the right episodes, as in GRPO's loss. It is None if no episode is right. It falls when a collapse begins (arXiv
+    2512.04220).
     """
     present = [reward for reward in rewards if reward is not None]
     totals = [reward.total for reward in present]
@@ -54,15 +55,17 @@ def round_metrics(
 
 
 def _share_finished(episodes: Sequence[Episode], finish: str) -> float:
+    """Returns the share of the episodes that ended in the way `finish`."""
     return statistics.fmean(episode.finish == finish for episode in episodes)
 
 
 def _share_with_fault(episodes: Sequence[Episode], fault: str) -> float:
+    """Returns the share of the episodes with the fault in at least one step."""
     return statistics.fmean(any(fault in step.faults for step in episode.steps) for episode in episodes)
 
 
 def _means_of_parts(present: Sequence[EpisodeReward]) -> dict[str, float]:
-    """Returns the mean of each part over the rewards that have it: there is no recall without gold paragraphs."""
+    """Returns the mean of each part over the rewards that have it (recall, for example, needs gold paragraphs)."""
     by_name: dict[str, list[float]] = {}
     for reward in present:
         for name, value in reward.parts.items():
@@ -72,7 +75,7 @@ def _means_of_parts(present: Sequence[EpisodeReward]) -> dict[str, float]:
 
 
 def _means_of_sources(episodes: Sequence[Episode], rewards: Sequence[EpisodeReward | None]) -> dict[str, float]:
-    """Returns the mean reward of each source of questions that has rewards."""
+    """Returns the mean total reward of each source of questions. Sources without a name or a reward are left out."""
     by_source: dict[str, list[float]] = {}
     for episode, reward in zip(episodes, rewards, strict=True):
         source = episode.question.source
@@ -82,23 +85,26 @@ def _means_of_sources(episodes: Sequence[Episode], rewards: Sequence[EpisodeRewa
 
 
 def mixed_groups(rewards: Sequence[EpisodeReward | None], groups: Sequence[int]) -> dict[str, float]:
-    """Returns the metric `groups/mixed`: the share of the groups that have right and wrong answers.
+    """Returns the metric `groups/mixed`: the share of the groups that have both right and wrong answers.
 
-    Groups with fewer than two rewards are left out; if no group remains, there is no such metric.
+    `groups` has the number of each episode's group. Groups with fewer than two rewards are left out. If no group
+    remains, the result is empty.
     """
     by_group: dict[int, list[bool]] = {}
     for reward, group in zip(rewards, groups, strict=True):
         if reward is not None:
             by_group.setdefault(group, []).append(reward.right)
-    mixed = [len(set(rights)) == 2 for rights in by_group.values() if len(rights) > 1]
-    if not mixed:
+    is_mixed = [any(rights) and not all(rights) for rights in by_group.values() if len(rights) > 1]
+    if not is_mixed:
         return {}
-    return {"groups/mixed": statistics.fmean(mixed)}
+    return {"groups/mixed": statistics.fmean(is_mixed)}
 
 
 def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
-    """Returns the share of an episode's n-grams that occur earlier in the same turn: near 1 if the model repeats
-    itself."""
+    """Returns the share of an episode's n-grams that occur earlier in the same turn; 0 if it has no n-gram.
+
+    The share is near 1 if the model repeats itself.
+    """
     total = 0
     distinct = 0
     for turn in turns:
@@ -106,7 +112,9 @@ def repeated_ngrams(turns: Sequence[Sequence[int]]) -> float:
         ngrams = [tuple(turn[start : start + NGRAM]) for start in starts]
         total += len(ngrams)
         distinct += len(set(ngrams))
-    return 1 - distinct / total if total else 0.0
+    if not total:
+        return 0.0
+    return 1 - distinct / total
 
 
 def episode_records(
@@ -117,7 +125,8 @@ def episode_records(
 ) -> list[dict]:
     """Returns the lines of episodes.jsonl for round `number`: steps and rewards of each episode.
 
-    `learned` says for each episode whether its group is learned from. None: all groups are, and no line says so.
+    `learned` says for each episode whether its group is learned from, and this is added to its line. If `learned` is
+    None, all groups are learned from, and nothing is added.
     """
     records = []
     for episode, reward in zip(episodes, rewards, strict=True):

@@ -7,7 +7,7 @@ missing reward.
 from collections.abc import Hashable
 
 from r3lite.core.episode import Episode, Step
-from r3lite.protocols.base import IDLE, new_queries
+from r3lite.protocols.base import IDLE_QUERY_FAULTS, new_query_counts
 
 
 def gold_recall(episode: Episode) -> list[float] | None:
@@ -33,7 +33,7 @@ def gold_precision(episode: Episode) -> float | None:
     paragraphs = set(map(question.paragraph_key, episode.documents))
     if not paragraphs:
         return 0.0
-    return len(question.gold_found(episode.documents)) / len(paragraphs)
+    return len(question.gold_indices(episode.documents)) / len(paragraphs)
 
 
 def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] | None:
@@ -73,14 +73,14 @@ def search_excess(episode: Episode, most: int = 3) -> list[float]:
 
 def is_idle(step: Step) -> bool:
     """Returns True if a query of the step is blank or repeated."""
-    return not IDLE.isdisjoint(step.faults)
+    return not IDLE_QUERY_FAULTS.isdisjoint(step.faults)
 
 
 def _split_new_queries(episode: Episode, most: int) -> list[tuple[int, int]]:
     """Returns how many of each step's new queries are among the first `most` of the episode, and how many are not."""
     split = []
     left = max(0, most)
-    for count in new_queries(episode.steps):
+    for count in new_query_counts(episode.steps):
         within = min(count, left)
         left -= within
         split.append((within, count - within))

@@ -1,7 +1,7 @@
-"""Rewards for the text that was written: its length, its script, its words.
+"""Rewards for the text that the model wrote: its length, its script, its words.
 
-Every function takes an episode; what it returns is the reward of the last step. Penalties are 0 or below, and have
-weights above 0.
+Every function takes an episode and returns the reward of the last step. A penalty returns 0 or a negative number, so
+it is used with a positive weight.
 """
 
 import re
@@ -13,16 +13,16 @@ from r3lite.core.episode import Episode
 CONNECTORS = (
     "because", "since", "therefore", "thus", "hence", "so", "then", "however", "but", "first", "next", "finally",
 )  # fmt: skip
-# Words that say nothing about a subject. `normalize` removes articles.
+# Words that say nothing about a subject. Articles are not among them, because `normalize` removes those.
 STOP_WORDS = {
     "and", "or", "of", "in", "on", "at", "to", "by", "for", "from", "with", "as", "is", "are", "was", "were", "be",
     "been", "it", "its", "this", "that", "these", "those", "he", "she", "his", "her", "they", "their", "who", "which",
     "what", "when", "where", "not",
 }  # fmt: skip
-# Scripts that are written together count as one. The marks for a long vowel and for repetition are letters with names
-# of their own.
+# Chinese and Japanese texts mix several scripts, so these count as one, CJK. Letters that mark a long vowel or a
+# repetition have names that begin with other words, such as IDEOGRAPHIC.
 ONE_SCRIPT = dict.fromkeys(("HIRAGANA", "KATAKANA", "KATAKANA-HIRAGANA", "IDEOGRAPHIC", "VERTICAL", "BOPOMOFO"), "CJK")
-NO_SCRIPT = "MODIFIER"  # such as the apostrophes that several scripts have
+NO_SCRIPT = "MODIFIER"  # first word of the names of letters without a script, such as some apostrophes
 
 
 def length_penalty(episode: Episode, most: int = 300) -> float:
@@ -33,9 +33,9 @@ def length_penalty(episode: Episode, most: int = 300) -> float:
 
 
 def language_penalty(episode: Episode) -> float:
-    """Returns minus the share of letters in another script than those of the question and its gold answers, 0 to -1.
+    """Returns minus the share of letters whose script is neither in the question nor in its gold answers: 0 to -1.
 
-    It distinguishes scripts, not languages: English and French are the same to it.
+    It distinguishes scripts, not languages: English and French have the same script.
     """
     reference = " ".join([episode.question.text, *episode.question.answers])
     scripts = set(map(_script, _letters(reference)))
@@ -47,10 +47,10 @@ def language_penalty(episode: Episode) -> float:
 
 
 def keyword_overlap(episode: Episode) -> float:
-    """Returns the share of a gold answer's keywords that the analyses and the answer have, 0 to 1; the best gold answer
-    counts.
+    """Returns the share of a gold answer's keywords that occur in the analyses or the answer, from 0 to 1.
 
-    Keywords are the words of the normalized gold answer without stop words; all its words if all are stop words.
+    If there are several gold answers, the largest share counts. Keywords are the words of the normalized gold answer
+    without stop words, or all its words if all are stop words.
     """
     text = " ".join(f"{step.analysis} {step.answer or ''}" for step in episode.steps)
     words = set(split_words(normalize(text)))
@@ -68,9 +68,9 @@ def logical_connectors(
     most: int = 3,
     words: tuple[str, ...] = CONNECTORS,
 ) -> float:
-    """Returns how many different ones of `words` the analyses have, divided by `most`; at most 1.
+    """Returns how many different words of `words` occur in the analyses, divided by `most`; at most 1.
 
-    They are found as whole words, in any letter case.
+    Only whole words count; upper and lower case are not distinguished.
     """
     text = " ".join(step.analysis for step in episode.steps)
     count = sum(re.search(rf"\b{re.escape(word)}\b", text, re.IGNORECASE) is not None for word in words)
@@ -78,7 +78,7 @@ def logical_connectors(
 
 
 def _written_text(episode: Episode) -> str:
-    """Returns all that the model wrote, without the words of its format."""
+    """Returns the text that the model wrote in all steps, without the headings of the step format."""
     texts: list[str] = []
     for step in episode.steps:
         texts += [step.analysis, *step.queries, step.verification, step.answer or ""]
@@ -86,13 +86,15 @@ def _written_text(episode: Episode) -> str:
 
 
 def _letters(text: str) -> list[str]:
-    """Returns the letters that belong to a script; those of full or half width, superscripts and the like are taken as
-    plain ones."""
+    """Returns the letters of a text that belong to a script, after compatibility normalization (NFKC).
+
+    NFKC replaces letters of full or half width, superscripts and the like by plain letters.
+    """
     letters = [character for character in unicodedata.normalize("NFKC", text) if character.isalpha()]
     return [letter for letter in letters if _script(letter) != NO_SCRIPT]
 
 
 def _script(letter: str) -> str:
-    """Returns the first word of the letter's name in Unicode, such as LATIN, CYRILLIC or CJK."""
+    """Returns the first word of the letter's name in Unicode, such as LATIN or CYRILLIC; CJK for ONE_SCRIPT."""
     script = unicodedata.name(letter, "").partition(" ")[0]
     return ONE_SCRIPT.get(script, script)

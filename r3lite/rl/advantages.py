@@ -1,31 +1,32 @@
-"""Advantages: how much better an action was than expected. Pure functions over tensors."""
+"""Advantages: how much better an action was than expected. Pure functions over tensors.
+
+Shapes: [B, T] rows and positions, [B] one number for each episode. `groups` [B] has the number of each episode's group:
+the episodes of one question are a group.
+"""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-EPSILON = 1e-4  # of GRPO, as in TRL
+EPSILON = 1e-4  # added to the standard deviation of a group in GRPO, as in TRL
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns the mean of x over the mask, a scalar. The mask has the shape of x; an empty one gives 0."""
-    total = (x * mask).sum()
-    count = mask.sum().clamp(min=1)
-    return total / count
+    """Returns the mean [] of x where the mask is True; 0 if it is True nowhere. Both have the same shape."""
+    return (x * mask).sum() / mask.sum().clamp(min=1)
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """Returns x [B, T] with mean 0 and variance 1 over the mask [B, T] bool; it is 0 elsewhere.
+    """Returns x [B, T], shifted and scaled to mean 0 and variance 1 where the mask [B, T] is True, and 0 elsewhere.
 
-    Numbers that are all equal become exactly 0, see `_by_group`.
+    If all numbers are equal, all become exactly 0. `_by_group` tells why.
     """
     if all_equal(x[mask]):
         return torch.zeros_like(x)
     mean = masked_mean(x, mask)
     variance = masked_mean((x - mean) ** 2, mask)
-    scale = torch.rsqrt(variance + 1e-8)
-    return (x - mean) * scale * mask
+    return (x - mean) * torch.rsqrt(variance + 1e-8) * mask
 
 
 def gae(
@@ -37,10 +38,14 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16) over action tokens only.
 
-    delta_t = r_t + gamma V_t' - V_t and A_t = delta_t + gamma lambda A_t', with t' the next *action* token after t
-    (V and A are 0 past the last one). Observations are skipped: with their V = 0, the last action of a step would look
-    as if no reward could follow it. Takes rewards, values and the mask [B, T]; returns advantages, and the critic's
-    targets (advantage + value), both [B, T] and 0 at observations.
+        delta_t = r_t + gamma V_t' - V_t,    A_t = delta_t + gamma lambda A_t'
+
+    where t' is the next action token after t; after the last action token, V and A are 0. All other tokens, such as
+    those of documents, are skipped: they have no value, and a V_t' of 0 would tell the last action of a step that no
+    reward can follow it.
+
+    Takes rewards, values and the mask [B, T]. Returns advantages, and the critic's targets (advantage + value), both
+    [B, T] and 0 where the mask is False.
     """
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])  # [B]
@@ -57,7 +62,7 @@ def gae(
 
 
 def group_normalized(returns: Tensor, groups: Tensor) -> Tensor:
-    """GRPO's advantage (arXiv 2402.03300): (R - mean) / (std + EPSILON) within a group, for returns and groups [B].
+    """GRPO's advantages [B] (arXiv 2402.03300): (R - mean) / (std + EPSILON) within a group of returns R.
 
     std is the sample standard deviation, as in TRL.
     """
@@ -69,7 +74,7 @@ def group_normalized(returns: Tensor, groups: Tensor) -> Tensor:
 
 
 def group_centered(returns: Tensor, groups: Tensor) -> Tensor:
-    """Dr. GRPO's advantage (arXiv 2503.20783): R - mean within a group, for returns and groups [B]."""
+    """Dr. GRPO's advantages [B] (arXiv 2503.20783): R - mean within a group of returns R."""
 
     def advantage(r: Tensor) -> Tensor:
         return r - r.mean()
@@ -78,7 +83,7 @@ def group_centered(returns: Tensor, groups: Tensor) -> Tensor:
 
 
 def leave_one_out(returns: Tensor, groups: Tensor) -> Tensor:
-    """RLOO's advantage (arXiv 2402.14740): R - mean of the others of the group, for returns and groups [B]."""
+    """RLOO's advantages [B] (arXiv 2402.14740): R - mean of the other returns of the group."""
 
     def advantage(r: Tensor) -> Tensor:
         mean_of_others = (r.sum() - r) / (len(r) - 1)
@@ -88,10 +93,10 @@ def leave_one_out(returns: Tensor, groups: Tensor) -> Tensor:
 
 
 def _by_group(returns: Tensor, groups: Tensor, advantage: Callable[[Tensor], Tensor]) -> Tensor:
-    """Returns the advantages [B] that `advantage` computes from the returns of each group.
+    """Returns the advantages [B]. `advantage` computes those of one group from its returns, both [size of the group].
 
-    A group whose returns are all equal, such as a group of one, gets exactly 0 and not a rounding error of
-    r - mean: AdamW divides gradients by their own size, so that even a tiny one makes a full step.
+    A group whose returns are all equal, such as a group of one, gets exactly 0 instead of the rounding error of
+    r - mean: AdamW divides gradients by their own size, so that even a tiny gradient makes a full step.
     """
     advantages = torch.zeros_like(returns)
     for group in groups.unique():
@@ -110,10 +115,10 @@ def share_without_variance(numbers: Tensor, groups: Tensor) -> float:
 
 
 def all_equal(numbers: Tensor) -> bool:
-    """Returns whether numbers are equal, up to the rounding of fp32 sums that are taken in another order.
+    """Returns whether numbers are equal up to the rounding of fp32 sums, which depends on the order of the addends.
 
-    The tolerance grows with the numbers, but is never below 1e-6: a sum near 0 may have the rounding of parts near 1.
+    The tolerance is 1e-6 times the largest magnitude, but at least 1e-6: a sum near 0 may have addends near 1.
     """
     spread = numbers.max() - numbers.min()
-    size = max(1.0, numbers.abs().max().item())
-    return bool(spread < 1e-6 * size)
+    magnitude = max(1.0, numbers.abs().max().item())
+    return bool(spread < 1e-6 * magnitude)

@@ -1,9 +1,9 @@
-"""Sampled episodes as padded tensors [B, T], and the numbers of their action tokens as flat tensors [N].
+"""Episodes as padded tensors [B, T] (`Batch`), and the numbers of their action tokens as flat tensors [N].
 
 A batch stays in host memory, where masks are read without waiting for the device. The model runs on packs of its rows,
-and the losses get the numbers of its action tokens, moved to the device. Position t of every [B, T] tensor belongs to
-token t: whether the model sampled it, its log-probability given the tokens before it, the value of the state before
-it, the reward given after it.
+and the losses get the numbers of its action tokens on the device (`ActionTokens`). Position t of every [B, T] tensor
+belongs to token t: whether the model sampled this token, its log-probability given the tokens before it, the value of
+the state before it, the reward given after it.
 """
 
 import math
@@ -28,10 +28,12 @@ class Rollout:
     record: TokenRecord  # its T tokens, N of which are actions
     token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)
     group: int  # number of the group; the rollouts of one question are a group
-    cut_off: bool = False  # it reached a token limit before its answer
-    off_policy: bool = False  # not sampled in this round; its log-probabilities are of the policy that wrote it
+    cut_off: bool = False  # the episode reached a token limit before its answer
+    # The episode was not sampled in this round. A replayed one has the log-probabilities of the policy that sampled it,
+    # a teacher's trace has log-probabilities 0.
+    off_policy: bool = False
     failed: bool = False  # see EpisodeReward.failed
-    teacher: TopTokens | None = None  # a teacher's distributions of its N action tokens
+    teacher: TopTokens | None = None  # a teacher's distributions for the N action tokens
     signal: float | None = None  # see EpisodeReward.signal; None: `total`
 
     @property
@@ -41,13 +43,13 @@ class Rollout:
 
     @staticmethod
     def with_final_reward(record: TokenRecord, reward: float, group: int) -> "Rollout":
-        """Returns an episode whose whole reward is given at its last action, with values 0.
+        """Returns a rollout whose whole reward is given at its last action token. All values are 0.
 
         If the record has no log-probabilities, they are 0, as if the policy that wrote the tokens had been certain.
         """
         mask = record.action_mask
         zeros = [0.0] * sum(mask)
-        last_action = len(mask) - 1 - mask[::-1].index(True)
+        last_action = len(mask) - 1 - mask[::-1].index(True)  # index of the last True
         record = TokenRecord(
             tokens=record.tokens,
             action_mask=mask,
@@ -61,13 +63,15 @@ class Rollout:
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    The learner sets the fields from `trainer_logprobs` on. The off-policy rows of a group stand behind its other rows.
+    `Batch.of` leaves `trainer_logprobs` and the fields after it None; the learner sets them. The off-policy rows of a
+    group come after the group's other rows.
     """
 
     tokens: Tensor  # [B, T] long
     action_mask: Tensor  # [B, T] bool: sampled by the model; the one mask of all losses, means and denominators
-    logprobs: Tensor  # [B, T] log-probabilities that the sampler recorded, at actions
-    values: Tensor  # [B, T] values that the critic gave while sampling, at actions
+    # "At actions": only the numbers at the positions of action tokens mean something.
+    logprobs: Tensor  # [B, T] at actions: Rollout.record.logprobs, for sampled rows those that the sampler recorded
+    values: Tensor  # [B, T] at actions: the critic's values while sampling
     rewards: Tensor  # [B, T] at actions
     groups: Tensor  # [B] long, see Rollout.group
     cut_off: Tensor  # [B] bool, see Rollout.cut_off
@@ -75,16 +79,16 @@ class Batch:
     signals: Tensor  # [B] see Rollout.signal
     teacher: list[TopTokens | None]  # [B] see Rollout.teacher
     off_policy: Tensor | None = None  # [B] bool, see Rollout.off_policy; None: no row is off-policy
-    # [B, T] at actions: log pi_old, computed by the trainer. None: log pi_old are the sampler's, `logprobs`.
+    # [B, T] at actions: log pi_old as the trainer computed it. None: `logprobs` are log pi_old.
     trainer_logprobs: Tensor | None = None
-    reference: Tensor | None = None  # [B, T] log-probabilities under the reference policy, at actions
+    reference: Tensor | None = None  # [B, T] at actions: log-probabilities under the reference policy
     advantages: Tensor | None = None  # [B, T] at actions
-    value_targets: Tensor | None = None  # [B, T] returns that the critic is trained to predict, at actions
-    weights: Tensor | None = None  # [B, T] weight of each action token in the loss of its mini-batch
+    value_targets: Tensor | None = None  # [B, T] at actions: the returns that the critic is trained to predict
+    weights: Tensor | None = None  # [B, T] at actions: the weight of each token in the loss of its mini-batch
 
     @staticmethod
     def of(rollouts: list[Rollout]) -> "Batch":
-        """Pads rollouts to a batch, a row each, in their order."""
+        """Returns the batch of some rollouts: row i is rollout i."""
         records = [rollout.record for rollout in rollouts]
         mask = _padded([record.action_mask for record in records])
         logprobs = list(chain.from_iterable(record.logprobs for record in records))
@@ -111,7 +115,7 @@ class Batch:
 
     def select(self, rows: list[int]) -> "Batch":
         """Returns the batch of some rows, in this order."""
-        tensors = {}
+        tensors = {}  # without the fields that are None, which are None by default
         for name, x in vars(self).items():
             if isinstance(x, Tensor):
                 tensors[name] = x[rows]
@@ -136,64 +140,64 @@ class Batch:
     def with_trainer_logprobs(self, logprobs: Tensor) -> "Batch":
         """Returns the batch with the trainer's log-probabilities [B, T] as log pi_old.
 
-        Off-policy rows keep their recorded ones.
+        In off-policy rows log pi_old stays `self.logprobs`.
         """
         if self.off_policy is not None:
             logprobs = torch.where(self.off_policy[:, None], self.logprobs, logprobs)
         return replace(self, trainer_logprobs=logprobs)
 
     def token_rows(self) -> list[list[int]]:
-        """Returns the tokens of each row up to its last action token: no loss depends on those after it."""
+        """Returns the tokens of each row up to its last action token: no loss depends on the tokens after it."""
         positions_from_1 = torch.arange(1, self.tokens.shape[1] + 1)  # [T]
-        lengths = (positions_from_1 * self.action_mask).amax(-1)  # [B]: the position of the last action
+        lengths = (positions_from_1 * self.action_mask).amax(-1)  # [B]: position of the last action, counted from 1
         rows = zip(self.tokens.tolist(), lengths.tolist(), strict=True)
         return [tokens[:length] for tokens, length in rows]
 
     def mini_batches(self, size: int, seed: str, by_group: bool) -> list[list[int]]:
-        """Returns the rows of each mini-batch of an epoch.
+        """Returns the indices of the rows of each mini-batch of an epoch.
 
-        The order of the rows is shuffled by `seed`; with `by_group` the order of the groups, so that the rows of a
-        group stay neighbours. Then the order is cut into as few mini-batches of at most `size` on-policy rows as
-        possible, of about equal size, so that none is small. A cut may divide a group. An off-policy row goes with the
-        row before it.
+        First the rows are shuffled with `seed`. With `by_group` the groups are shuffled instead, and the rows of a
+        group stay neighbours in their order. Then the list of rows is cut into as few mini-batches as possible with at
+        most `size` on-policy rows each. They are of about equal size, so that none is small. A cut may divide a group,
+        but never separates an off-policy row from the row before it.
         """
         if by_group:
             blocks = [self._rows_of_group(group) for group in self.groups.unique()]
         else:
             blocks = [[row] for row in range(len(self))]
         random.Random(seed).shuffle(blocks)
-        units: list[list[int]] = []  # each an on-policy row, with the off-policy rows that go with it
+        units: list[list[int]] = []  # each is an on-policy row and the off-policy rows after it; no cut divides a unit
         for row in chain.from_iterable(blocks):
             if self.off_policy is not None and self.off_policy[row]:
-                # The rows of a group are neighbours, its off-policy rows the last: the row before is of the same group.
-                # (Algorithms with off-policy rows have groups, so this is `by_group`.)
+                # The row before it is of the same group: algorithms with off-policy rows shuffle `by_group`, and the
+                # off-policy rows are the last of their group.
                 units[-1].append(row)
             else:
                 units.append([row])
         count = math.ceil(len(units) / size)
-        bounds = [len(units) * i // count for i in range(count + 1)]
+        bounds = [len(units) * i // count for i in range(count + 1)]  # indices in `units`
         return [list(chain.from_iterable(units[start:end])) for start, end in pairwise(bounds)]
 
     def _rows_of_group(self, group: Tensor) -> list[int]:
         return torch.nonzero(self.groups == group)[:, 0].tolist()
 
     def spread(self, x: Tensor) -> Tensor:
-        """Returns x [N], numbers of the action tokens in row-major order, as a tensor [B, T] with 0 elsewhere."""
+        """Returns numbers x [N] of the action tokens, in row-major order, as a tensor [B, T] with 0 elsewhere."""
         return _scattered(x, self.action_mask)
 
 
 def _padded(rows: list[list]) -> Tensor:
-    """Rows of numbers, padded on the right to [B, T]."""
+    """Returns rows of numbers, padded on the right with 0 to [B, T]."""
     return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
 
 def _scattered(x: Tensor, mask: Tensor) -> Tensor:
-    """x [N] at the N places of a mask [B, T], in row-major order, and 0 elsewhere."""
+    """Returns a tensor [B, T] with x [N] where the mask [B, T] is True, in row-major order, and 0 elsewhere."""
     return torch.zeros(mask.shape, dtype=x.dtype).masked_scatter(mask, x)
 
 
 def _padded_rewards(rollouts: list[Rollout], shape: torch.Size) -> Tensor:
-    """The rewards of rollouts as a tensor [B, T], each at its token."""
+    """Returns the rewards of rollouts as a tensor [B, T], each at its token."""
     rewards = torch.zeros(shape)
     for row, rollout in enumerate(rollouts):
         for position, reward in rollout.token_rewards:
@@ -213,18 +217,18 @@ def _signal(rollout: Rollout) -> float:
 class ActionTokens:
     """The numbers of the N action tokens of a micro-batch, on the device: tensors [N] in row-major order.
 
-    A tensor that the batch does not have is None here, too. `actions[places]` has the same slice of each tensor.
+    A tensor that the batch does not have is None here, too. `actions[places]` takes the same slice of each tensor.
     """
 
     old_logprobs: Tensor  # log pi_old, the denominator of the ratios
-    sampled_logprobs: Tensor  # recorded by the sampler; equal to `old_logprobs` unless --old-logprobs is trainer
+    sampled_logprobs: Tensor  # Batch.logprobs; equal to `old_logprobs` unless --old-logprobs is trainer
     old_values: Tensor
     advantages: Tensor
     weights: Tensor
     reference: Tensor | None
     value_targets: Tensor | None
     off_policy: Tensor | None = None  # bool: its episode was not sampled in this round
-    episode_log_ratios: Tensor | None = None  # mean log-ratio of each token's episode, if the algorithm asks for it
+    episode_log_ratios: Tensor | None = None  # mean log-ratio of each token's episode, for algorithms that use it
 
     @staticmethod
     def of(batch: Batch, device: torch.device) -> "ActionTokens":
@@ -248,13 +252,13 @@ class ActionTokens:
         return ActionTokens(**actions)
 
     def with_episode_log_ratios(self, logprobs: Tensor, lengths: list[int]) -> "ActionTokens":
-        """Adds the mean log-ratio of each token's episode.
+        """Returns a copy with `episode_log_ratios`: the mean of log pi - log pi_old over each token's episode.
 
-        `logprobs` are the current log-probabilities [N], `lengths` the numbers of action tokens of the episodes.
+        `logprobs` are log pi [N] of the current policy. `lengths` has the number of action tokens of each episode.
         """
         assert sum(lengths) == len(logprobs)
         log_ratios = logprobs - self.old_logprobs
-        means = [episode.mean().expand(len(episode)) for episode in log_ratios.split(lengths)]
+        means = [of_episode.mean().expand(len(of_episode)) for of_episode in log_ratios.split(lengths)]
         return replace(self, episode_log_ratios=torch.cat(means))
 
     def __getitem__(self, places: slice) -> "ActionTokens":
@@ -270,7 +274,7 @@ def action_states(model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
     Returns the hidden states [N, C] that predict the action tokens, and these tokens [N], in row-major order. The
     hidden state of token t - 1 predicts token t.
     """
-    # A mask may be longer than its row: only the row's part of it is read.
+    # A mask is padded to T, which may be longer than its row of tokens. Only as much of it as the row has is read.
     return states_before(model, batch.token_rows(), batch.action_mask.tolist())
 
 
@@ -283,7 +287,8 @@ def action_logprobs(
 ) -> Tensor:
     """Returns the log-probabilities [N] of the action tokens.
 
-    The distributions are the sampler's: over the first `vocabulary` ids, at its temperature.
+    The distributions are those that the sampler records: over the first `vocabulary` token ids, at its temperature.
+    `chunk` is how many tokens' logits are in memory at a time.
     """
     hidden, targets = action_states(model, batch)
     head = model.head_weight[:vocabulary]
@@ -300,7 +305,7 @@ def action_entropies(
 ) -> Tensor:
     """Returns the entropies [N], in nats, of the distributions from which the action tokens were sampled.
 
-    The distributions are those of `action_logprobs`.
+    The parameters are those of `action_logprobs`.
     """
     hidden, targets = action_states(model, batch)
     head = model.head_weight[:vocabulary]

@@ -2,6 +2,8 @@
 
 Works on a model and a batch of numbers; knows no text, no retriever, no judge and no algorithm by name. Formulas of the
 algorithms are in `rl/algorithms`.
+
+Shapes: [B, T] rows and positions, [N] the action tokens of a batch, [n] those of a chunk of it; see rl/batch.py.
 """
 
 import math
@@ -42,19 +44,20 @@ from r3lite.settings import RLSettings
 class UpdateBudget(Protocol):
     """Keeps the KL of the policy from the reference small, as --kl-budget says; see training/kl_budget.py.
 
-    The episodes of a round are sampled after the update of the round before: their KL measures that update.
+    The updated policy samples the episodes of the next round, so an update is judged by the KL of the next round.
     """
 
     metrics: dict[str, float]  # of the current round
 
     def begin(self, number: int, rollbacks: int) -> None:
-        """Called in round `number` before it is learned from, with the number of rollbacks of the collapse guard."""
+        """Begins round `number`, before its update. `rollbacks` counts the rollbacks of the collapse guard so far."""
 
     def judge_last_update(self, kl: float, error: float) -> bool:
-        """Judges the previous round's update, by the KL and its standard error; sets the next update's learning rate.
+        """Judges the previous round's update by this round's KL, in nats per token, and the KL's standard error.
 
         If the KL is too large, restores the weights from before that update and returns False. The policy that sampled
-        this round is then gone, so the round must not be learned from.
+        this round is then gone, so the round must not be learned from. Else sets the learning rate of this round's
+        update and returns True.
         """
 
 
@@ -88,12 +91,14 @@ class Learner:
     algorithm: Algorithm
     reference: str | None  # name of the reference adapter; None: the bare base
     precision: Precision
-    optimizer_step: Callable[[], tuple[float, bool]]  # clips and updates; returns (norm before clipping, is skipped)
-    grant: Grant
+    # Clips the gradients, updates the weights and clears the gradients. Returns the norm before clipping, and whether
+    # the update was skipped because gradients in fp16 were not finite.
+    optimizer_step: Callable[[], tuple[float, bool]]
+    grant: Grant  # the sizes of the passes, which shrink if memory runs out
     value_head: nn.Module | None = None  # the critic's, if the algorithm has one
     ranks: Ranks = ALONE
     budget: UpdateBudget | None = None
-    _last_micro_batch: Batch | None = field(default=None, init=False)
+    _last_micro_batch: Batch | None = field(default=None, init=False)  # for `explain_overflow`
 
     def __post_init__(self):
         assert (self.value_head is not None) == self.algorithm.has_critic
@@ -101,13 +106,13 @@ class Learner:
     def learn(self, batch: Batch, seed: str) -> dict[str, float]:
         """Takes all optimizer steps of a round and returns its metrics. `seed` shuffles the mini-batches.
 
-        Takes none if the budget undoes the update of the round before, see UpdateBudget.
+        If the budget undoes the previous round's update, this takes no step and returns only the budget's metrics.
         """
         settings = self.settings
         if settings.old_logprobs == "trainer":
-            batch = batch.with_trainer_logprobs(self.join_ranks(self.policy_logprobs, batch))
+            batch = batch.with_trainer_logprobs(self.run_on_all_ranks(self.policy_logprobs, batch))
         if settings.has_reference:
-            batch = replace(batch, reference=self.join_ranks(self.reference_logprobs, batch))
+            batch = replace(batch, reference=self.run_on_all_ranks(self.reference_logprobs, batch))
         if self.budget:
             kl, error = kl_on_policy(batch)
             if not self.budget.judge_last_update(kl, error):
@@ -126,6 +131,8 @@ class Learner:
                 by_group=self.algorithm.has_groups,
             )
             for rows in mini_batches:
+                # "update" is a phase of the memory plan. If memory runs out in it, `run_within_memory` drops all
+                # gradients, and calls `add_gradients` again with smaller passes.
                 sums, log_ratios = self.grant.run_within_memory("update", self.add_gradients, batch.select(rows))
                 step_sums.append(sums)
                 if epoch == 0:
@@ -145,17 +152,18 @@ class Learner:
         first_epoch_log_ratios: list[Tensor],
         norms: list[float],
     ) -> dict[str, float]:
-        """Returns the metrics of an update, of all ranks; the arguments are only this rank's.
+        """Joins what the ranks have measured of a round's optimizer steps, and returns the metrics.
 
-        The metrics are means over the tokens of all ranks and optimizer steps, but `loss` and `grad_norm` over the
-        optimizer steps. For the metrics of `sampling_metrics` see there.
+        `step_sums` and `first_epoch_log_ratios` are those of this rank's rows; `norms` are equal on all ranks. `loss`
+        and `grad_norm` are means over the optimizer steps. The other metrics are means over the tokens of all steps,
+        except those that begin with "sampling/": see `sampling_metrics`.
         """
         sums_by_rank = self.ranks.gather(step_sums)  # [rank][step]
         sums = sum_by_name(list(chain.from_iterable(sums_by_rank)))
         log_ratios_by_rank = self.ranks.gather(first_epoch_log_ratios)  # [rank][step]
         log_ratios_by_step = []
-        for of_step in zip(*log_ratios_by_rank, strict=True):
-            log_ratios_by_step.append(torch.cat(of_step, dim=1))  # the tokens of all ranks side by side
+        for rank_parts in zip(*log_ratios_by_rank, strict=True):
+            log_ratios_by_step.append(torch.cat(rank_parts, dim=1))  # [2, N] of all ranks
         metrics = {"loss": float(sums.pop("loss")) / len(norms)}
         metrics |= means_of(sums)
         finite_norms = [norm for norm in norms if math.isfinite(norm)]  # the norm of a skipped step is not finite
@@ -163,14 +171,15 @@ class Learner:
         metrics |= sampling_metrics(log_ratios_by_step, self.settings.clip_low, self.settings.clip_high)
         return metrics
 
-    def join_ranks(self, work: Callable[..., Tensor], *args: Batch) -> Tensor:
-        """Returns the results [B, T] of `work(*args)` on all ranks, joined into one.
+    def run_on_all_ranks(self, work: Callable[[Batch], Tensor], batch: Batch) -> Tensor:
+        """Runs `work(batch)` on all ranks; returns the result [B, T] for the rows of all ranks.
 
-        Each rank computes its own rows and has 0 in all other rows, so that the sum over the ranks has every row once.
+        On each rank, `work` computes the rank's rows and returns 0 in all other rows. So the sum of the ranks' results
+        has every row once.
         """
-        # "update" is the phase of passes over whole rows, with gradients or without: if memory runs out in it, the
-        # passes become smaller.
-        return self.ranks.sum_(self.grant.run_within_memory("update", work, *args))
+        # The phase "update" is right for passes without gradients, too: they run over whole rows as those of an update.
+        rank_rows = self.grant.run_within_memory("update", work, batch)
+        return self.ranks.sum_(rank_rows)
 
     def reference_logprobs(self, batch: Batch) -> Tensor:
         """Returns the log-probabilities [B, T] of the action tokens under the reference policy.
@@ -188,13 +197,18 @@ class Learner:
         return self._measure_actions(action_logprobs, batch)
 
     def policy_entropies(self, batch: Batch) -> Tensor:
-        """Returns the entropies [B, T] of the distributions of the action tokens, as in `policy_logprobs`."""
+        """Returns the entropies [B, T], in nats, of the policy's distributions of the action tokens.
+
+        Rows of other ranks are 0.
+        """
         return self._measure_actions(action_entropies, batch)
 
     @torch.no_grad()
     def _measure_actions(self, measure: Callable[..., Tensor], batch: Batch) -> Tensor:
-        """Returns the numbers of `measure(model, batch)` as [B, T]: at the action tokens of this rank's rows, else
-        0."""
+        """Returns numbers [B, T] of the action tokens in this rank's rows, 0 elsewhere.
+
+        `measure` is `action_logprobs` or `action_entropies`: it returns the numbers [N] of a micro-batch.
+        """
         measured = torch.zeros_like(batch.logprobs)
         with self.precision.autocast():
             for rows in self.micro_batches(batch):
@@ -211,13 +225,13 @@ class Learner:
 
     def mean_entropies(self, batch: Batch) -> Tensor:
         """Returns the policy's mean entropy [B] over each row's action tokens, in nats."""
-        entropies = self.join_ranks(self.policy_entropies, batch)  # [B, T]
+        entropies = self.run_on_all_ranks(self.policy_entropies, batch)  # [B, T]
         return entropies.sum(-1) / batch.action_mask.sum(-1)
 
     def micro_batches(self, batch: Batch) -> list[list[int]]:
-        """Returns this rank's rows in packs that go through the model together.
+        """Returns the rows of each of this rank's micro-batches. The rows of one go through the model together.
 
-        Rows without a teacher come first, then rows with a teacher, which have another loss.
+        Micro-batches of rows without a teacher come first, then those of rows with a teacher, which have another loss.
         """
         token_rows = batch.token_rows()
         row_limit = self.settings.micro_batch_size or len(batch)
@@ -229,18 +243,21 @@ class Learner:
         for rows in (without_teacher, with_teacher):
             tokens = [token_rows[row] for row in rows]
             packs = pack_rows(tokens, self.grant.memory.micro_batch_tokens, row_limit)
-            micro_batches += [[rows[i] for i in pack] for pack in packs]
+            for pack in packs:
+                micro_batches.append([rows[i] for i in pack])
         return micro_batches
 
     def add_gradients(self, batch: Batch) -> tuple[Sums, Tensor]:
-        """Accumulates the gradients of a mini-batch's loss over its micro-batches.
+        """Accumulates the gradients of a mini-batch's loss over this rank's micro-batches.
 
-        Returns the metrics' sums over this rank's action tokens, and the log-ratios [2, N] of its N on-policy tokens.
+        Returns the sums of the metrics over this rank's action tokens, and the log-ratios [2, N] of its N on-policy
+        tokens, as in MeasuredLoss.
         """
-        batch = replace(batch, weights=self.algorithm.weights(batch))  # before rows are divided among micro-batches
+        # A token's weight depends on the whole mini-batch, so weights are computed before the micro-batches are taken.
+        batch = replace(batch, weights=self.algorithm.weights(batch))
         sums: list[Sums] = []
         log_ratios = [torch.empty(2, 0, device=self.precision.device)]  # a rank may have no rows
-        # No weight changes before the update, so the adapter is cast to the dtype of the passes only once.
+        # No weight changes before the optimizer step, so the adapter is cast to the dtype of the passes only once.
         with cast_once(self.model, self.precision.dtype):
             for rows in self.ranks.with_progress(self.micro_batches(batch), "learning", "passes"):
                 micro_batch = batch.select(rows)
@@ -254,7 +271,7 @@ class Learner:
         return sum_by_name(sums), torch.cat(log_ratios, dim=1)
 
     def loss(self, batch: Batch) -> MeasuredLoss:
-        """Returns the algorithm's loss of a micro-batch, with the critic's loss if there is a critic."""
+        """Returns the algorithm's loss of a micro-batch without teachers. A critic's loss is added, if there is one."""
         self._last_micro_batch = batch
         actions = ActionTokens.of(batch, self.model.head_weight.device)
         with self.precision.autocast():
@@ -262,8 +279,9 @@ class Learner:
             head = self.model.head_weight[: self.vocabulary]
             chunk_size = self.grant.memory.loss_chunk
             if self.algorithm.has_episode_ratios:
-                # The loss sees one chunk of tokens at a time, but these algorithms need the mean over an episode first.
-                # So the head is applied twice, here without gradients: gspo.py explains why none are needed.
+                # `_policy_loss` gets one chunk of tokens at a time, but needs the mean log-ratio of whole episodes. So
+                # the head is applied twice: here to find these means, without gradients (gspo.py explains why none are
+                # needed), and below for the loss.
                 logprobs, _ = token_logprobs(
                     hidden.detach(),
                     head,
@@ -272,8 +290,8 @@ class Learner:
                     chunk=chunk_size,
                 )
                 actions = actions.with_episode_log_ratios(logprobs, batch.action_mask.sum(-1).tolist())
-            # `token_loss` calls `_policy_loss(actions, places, logprobs, entropy)` for each chunk of tokens in turn.
-            # Then it returns the sum of their losses and the list of their MeasuredChunks.
+            # `token_loss` calls `_policy_loss(actions, places, logprobs, entropy)` for each chunk of tokens in turn. It
+            # returns the sum of the chunks' losses and the list of their MeasuredChunks.
             loss, measured_chunks = token_loss(
                 hidden,
                 head,
@@ -292,16 +310,17 @@ class Learner:
             loss = loss + self.settings.value_coefficient * (per_token * actions.weights).sum()
             sums.append(token_sums(metrics))
         log_ratios = torch.cat([chunk.log_ratios for chunk in measured_chunks], dim=1)
-        off_policy = batch.off_policy_actions  # on the host, so that indexing does not wait for the device
+        off_policy = batch.off_policy_actions
         if off_policy is not None:
+            # Indices from a mask on the host: with a mask on the device, the host would have to wait for their number.
             on_policy = torch.nonzero(~off_policy)[:, 0]
             log_ratios = log_ratios[:, on_policy.to(log_ratios.device, non_blocking=True)]
         on_policy_tokens = log_ratios.shape[1]
-        # `means_of` divides the sums of metrics by the numbers of tokens.
+        # The numbers of tokens are those by which `means_of` divides the sums.
         totals = {
             "loss": loss.detach(),
             TOKENS: on_policy_tokens,
-            f"{OFF_POLICY}{TOKENS}": len(tokens) - on_policy_tokens,
+            OFF_POLICY + TOKENS: len(tokens) - on_policy_tokens,
         }
         return MeasuredLoss(loss, [*sums, totals], log_ratios)
 
@@ -312,14 +331,13 @@ class Learner:
         logprobs: Tensor,
         entropy: Tensor,
     ) -> tuple[Tensor, MeasuredChunk]:
-        """Returns the algorithm's summed loss of the action tokens at `places`, and what is measured of them.
+        """Returns the weighted sum [] of the losses of a chunk's action tokens, and what is measured of the chunk.
 
-        `logprobs` [n] and `entropy` [n] are those of the current policy, with gradients.
+        The chunk is `actions[places]`. `logprobs` [n] and `entropy` [n] are the current policy's, with gradients.
         """
         chunk = actions[places]
         detached = logprobs.detach()
-        # Both only for metrics: `algorithm.loss` does not get them. It computes the log-ratios to clip once more, with
-        # gradients.
+        # Two log-ratios without gradients, for metrics. `algorithm.loss` computes the second again, with gradients.
         sampler_log_ratios = detached - chunk.sampled_logprobs
         log_ratios_to_clip = self.algorithm.log_ratios(chunk, detached)
         per_token, metrics = self.algorithm.loss(chunk, logprobs, entropy)
@@ -330,13 +348,14 @@ class Learner:
         return (per_token * chunk.weights).sum(), measured
 
     def guided_loss(self, batch: Batch) -> MeasuredLoss:
-        """Returns the loss of a micro-batch whose rows all have a teacher's distributions. Measures no log-ratios."""
+        """Returns the loss of a micro-batch whose rows all have a teacher's distributions, without log-ratios."""
         self._last_micro_batch = batch
         weights = batch.weights[batch.action_mask]  # [N]
         teacher_logprobs = torch.cat([top_tokens.logprobs for top_tokens in batch.teacher])  # [N, k]
         teacher_ids = torch.cat([top_tokens.ids for top_tokens in batch.teacher])  # [N, k]
 
         def distillation_loss(places: slice, logprobs: Tensor) -> tuple[Tensor, Sums]:
+            """Returns the weighted sum [] of a chunk's losses, and its metrics' sums, for the policy's [n, k]."""
             chunk_weights = weights[places].to(logprobs.device, non_blocking=True)
             chunk_teacher = teacher_logprobs[places].to(logprobs.device, non_blocking=True)
             per_token, metrics = self.algorithm.guided_loss(chunk_teacher, logprobs)
@@ -364,19 +383,23 @@ class Learner:
 def kl_on_policy(batch: Batch) -> tuple[float, float]:
     """Estimates the KL from the reference (k3) over the tokens that the policy sampled in this round.
 
-    Returns the mean over these tokens in nats, and its standard error. The error is computed from groups and not from
-    tokens: groups are drawn independently, and few of them may have nearly all of the KL. The mean is a ratio of sums:
-    its error is that of Cochran, Sampling Techniques, section 6.4, and infinite for a single group.
+    Returns the mean over these tokens in nats, and its standard error. With G groups, where group g has the sum k_g of
+    its tokens' KL and n_g tokens, they are
+
+        mean = sum_g k_g / sum_g n_g,    error = sqrt(G / (G - 1) sum_g (k_g - mean n_g)^2) / sum_g n_g
+
+    (a ratio of sums: Cochran, Sampling Techniques, section 6.4). The tokens of a group are not independent, but the
+    groups are, so the error is computed from groups. It is infinite for a single group.
     """
     mask = batch.action_mask
     if batch.off_policy is not None:
         mask = mask & ~batch.off_policy[:, None]
     token_kl = torch.where(mask, k3_kl(batch.old_logprobs, batch.reference), 0.0)  # [B, T]
-    _, group_index = batch.groups.unique(return_inverse=True)  # [B], 0 to the number of groups - 1
+    _, group_index = batch.groups.unique(return_inverse=True)  # [B] of 0 to G - 1
     group_count = int(group_index.max()) + 1
     zeros = torch.zeros(group_count, dtype=torch.float64)
-    group_kl = zeros.index_add(0, group_index, token_kl.double().sum(-1))
-    group_tokens = zeros.index_add(0, group_index, mask.sum(-1).double())
+    group_kl = zeros.index_add(0, group_index, token_kl.double().sum(-1))  # [G]
+    group_tokens = zeros.index_add(0, group_index, mask.sum(-1).double())  # [G]
     mean = group_kl.sum() / group_tokens.sum()
     if group_count == 1:
         return float(mean), math.inf

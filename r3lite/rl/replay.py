@@ -1,6 +1,6 @@
 """The replay buffer of ExGRPO (arXiv 2510.02245): successes of earlier rounds, as they were sampled.
 
-Knows tokens, their recorded log-probabilities and rewards. A question is its id here.
+Knows tokens, their recorded log-probabilities and rewards, but no text. `question` is always the id of a question.
 """
 
 import math
@@ -16,17 +16,17 @@ from r3lite.core.records import Record, Source
 from r3lite.core.token_record import TokenRecord
 from r3lite.rl.batch import Batch, Rollout
 
-CENTRE = 0.5  # the mean of the Gaussian over success rates
-WIDTH = 1.0  # its standard deviation
-ARRAYS = ("tokens", "action_mask", "logprobs")  # the fields of a success's record that are kept
-Outcomes = Sequence[tuple[Rollout, bool]]  # the episodes of a question, and whether each succeeded
+RATE_MEAN = 0.5  # of the Gaussian over success rates
+RATE_STD = 1.0  # of the same Gaussian
+ARRAYS = ("tokens", "action_mask", "logprobs")  # the fields of a TokenRecord that the buffer stores
+Outcomes = Sequence[tuple[Rollout, bool]]  # the episodes of a question, each with whether it succeeded
 
 
 @dataclass(frozen=True)
 class Success:
     """A successful episode.
 
-    Its record has arrays, which take a fraction of the memory of lists: by default, 10,000 successes are kept.
+    Its record has NumPy arrays instead of lists: they take less memory, and the buffer may have 10,000 successes.
     """
 
     record: TokenRecord  # tokens in int32, mask in bool, log-probabilities in float32; no values
@@ -35,17 +35,17 @@ class Success:
     signal: float | None = None  # see Rollout.signal
 
     @staticmethod
-    def of(rollout: Rollout, number: int) -> "Success":
-        """Stores a rollout of round `number`."""
+    def of(rollout: Rollout, round_number: int) -> "Success":
+        """Copies a rollout that was sampled in a round."""
         record = TokenRecord(
             tokens=np.array(rollout.record.tokens, np.int32),
             action_mask=np.array(rollout.record.action_mask),
             logprobs=np.array(rollout.record.logprobs, np.float32),
         )
-        return Success(record, reward=rollout.total, round=number, signal=rollout.signal)
+        return Success(record, reward=rollout.total, round=round_number, signal=rollout.signal)
 
     def rollout(self, group: int) -> Rollout:
-        """Returns an off-policy rollout of a group, whose whole reward is at its last action token."""
+        """Returns the success as an off-policy rollout of a group, with the whole reward at the last action token."""
         lists = {name: getattr(self.record, name).tolist() for name in ARRAYS}
         rollout = Rollout.with_final_reward(TokenRecord(**lists), reward=self.reward, group=group)
         return replace(rollout, off_policy=True, signal=self.signal)
@@ -53,32 +53,38 @@ class Success:
 
 @dataclass(frozen=True)
 class Experience:
-    """The successes of a question, and how often its newest episodes succeeded."""
+    """The successes of a question, and its success rate."""
 
-    rate: float  # share of successes in its newest group
+    rate: float  # share of successes among the episodes of the question's newest round
     successes: tuple[Success, ...]  # oldest first
 
 
 def _weight(rate: float) -> float:
-    """The weight of a success rate when a question to replay is drawn."""
-    distance = (rate - CENTRE) / WIDTH
+    """The weight with which a success rate is drawn."""
+    distance = (rate - RATE_MEAN) / RATE_STD
     return math.exp(-(distance**2) / 2)
 
 
 class ReplayBuffer:
-    """At most `size` successes, and at most `generations` of one question. Checkpoints keep it."""
+    """At most `size` successes, and at most `generations` of one question. It is part of checkpoints."""
 
     def __init__(self, size: int, generations: int, start: float):
-        """`choose` returns nothing before a round in which the share `start` of the episodes has succeeded."""
+        """`generations` is the number of episodes in a group.
+
+        Replay starts after the first round in which at least the share `start` of the episodes has succeeded.
+        """
         self.size = size
         self.generations = generations
         self.start = start
         self.questions: dict[str, Experience] = {}  # by the id of the question
-        self.retired: set[str] = set()  # questions all of whose episodes in a round succeeded
+        self.retired: set[str] = set()  # questions that had a round in which all their episodes succeeded
         self.started = False
 
     def choose(self, count: int, seed: str) -> list[str]:
-        """Draws at most `count` questions to replay: first a success rate by a Gaussian, then one of its questions."""
+        """Draws at most `count` questions to replay; none before the start.
+
+        For each, first a success rate is drawn, weighted by the Gaussian, then one of the questions with this rate.
+        """
         if not self.started:
             return []
         stream = random.Random(seed)
@@ -99,8 +105,11 @@ class ReplayBuffer:
         questions: list[str],
         mean_entropies: Callable[[Batch], Tensor],
     ) -> dict[str, Success]:
-        """Returns, by question, the success on whose tokens the current policy's mean entropy is lowest."""
-        pairs: list[tuple[str, Success]] = []
+        """Returns, by question, the success with the lowest mean entropy of the current policy over its action tokens.
+
+        `mean_entropies` returns the mean entropy [B] of each row of a batch.
+        """
+        pairs: list[tuple[str, Success]] = []  # each success with its question
         for question in questions:
             pairs += [(question, success) for success in self.questions[question].successes]
         if not pairs:
@@ -115,24 +124,27 @@ class ReplayBuffer:
                 successes[question] = success
         return successes
 
-    def add(self, number: int, groups: dict[str, Outcomes]) -> None:
-        """Adds the episodes of round `number` that have a reward, by question.
+    def add(self, round_number: int, groups: dict[str, Outcomes]) -> None:
+        """Adds the episodes of a round that have a reward. `groups` has them by question.
 
-        A question has more episodes than a group if it was drawn more than once.
+        A question that was drawn twice in the round has the episodes of two groups.
         """
         outcomes = [succeeded for group in groups.values() for _, succeeded in group]
         if outcomes and sum(outcomes) / len(outcomes) >= self.start:
             self.started = True
         for question, group in groups.items():
             if group:  # else all rewards are missing
-                self._add_group(number, question, group)
+                self._add_group(round_number, question, group)
         self._drop_oldest()
 
-    def _add_group(self, number: int, question: str, group: Outcomes) -> None:
-        """Adds the successes of a question's episodes, or retires the question if all of them succeeded."""
-        successes = tuple(Success.of(rollout, number) for rollout, succeeded in group if succeeded)
-        is_whole = len(group) >= self.generations  # else some rewards are missing
-        if is_whole and len(successes) == len(group):
+    def _add_group(self, round_number: int, question: str, group: Outcomes) -> None:
+        """Adds the successes of a question's episodes, or retires the question if all of them succeeded.
+
+        A question of which some rewards are missing is not retired, and a retired question is never added again.
+        """
+        successes = tuple(Success.of(rollout, round_number) for rollout, succeeded in group if succeeded)
+        is_complete = len(group) >= self.generations  # else some rewards are missing
+        if is_complete and len(successes) == len(group):
             self.retired.add(question)
             self.questions.pop(question, None)
         elif question not in self.retired:
@@ -143,18 +155,19 @@ class ReplayBuffer:
                 self.questions[question] = Experience(rate, successes[-self.generations :])
 
     def _drop_oldest(self) -> None:
-        """Drops the oldest successes until there are `size`."""
-        ages = []
+        """Drops the oldest successes until there are at most `size`."""
+        rounds = []  # (round, question) of each success
         for question, experience in self.questions.items():
-            ages += [(success.round, question) for success in experience.successes]
-        excess = max(0, len(ages) - self.size)
-        oldest = sorted(ages, key=lambda age: age[0])[:excess]
+            rounds += [(success.round, question) for success in experience.successes]
+        excess = max(0, len(rounds) - self.size)
+        oldest = sorted(rounds, key=lambda pair: pair[0])[:excess]
         for _, question in oldest:
             experience = self.questions[question]
-            if len(experience.successes) == 1:
-                del self.questions[question]
+            remaining = experience.successes[1:]  # without its oldest
+            if remaining:
+                self.questions[question] = Experience(experience.rate, remaining)
             else:
-                self.questions[question] = Experience(experience.rate, experience.successes[1:])
+                del self.questions[question]
 
     @property
     def count(self) -> int:
@@ -170,19 +183,19 @@ class ReplayBuffer:
         }
 
     def state_dict(self) -> dict:
-        """Returns the state as JSON values, except `tensors`.
+        """Returns the state as JSON values, except `tensors`, which has each array by "<question>.<success>.<name>".
 
-        The tensors share memory with the buffer, because this is called before every round.
+        The tensors share the buffer's memory. A copy would be slow, as this is called before every round.
         """
         questions = []
         tensors = {}
-        for place, (question, experience) in enumerate(self.questions.items()):
+        for question_index, (question, experience) in enumerate(self.questions.items()):
             successes = []
             for i, success in enumerate(experience.successes):
                 fields = {"reward": success.reward, "round": success.round, "signal": success.signal}
                 successes.append(fields)
                 for name in ARRAYS:
-                    tensors[f"{place}.{i}.{name}"] = torch.from_numpy(getattr(success.record, name))
+                    tensors[f"{question_index}.{i}.{name}"] = torch.from_numpy(getattr(success.record, name))
             questions.append({"id": question, "rate": experience.rate, "successes": successes})
         return {
             "started": self.started,
@@ -196,20 +209,20 @@ class ReplayBuffer:
         record = Record(state, Source("the checkpoint's replay buffer", "Pass another checkpoint."))
         tensors: dict[str, Tensor] = record.record("tensors").values
         questions = {}
-        for place, question in enumerate(record.records("questions")):
+        for question_index, question in enumerate(record.records("questions")):
             successes = []
             for i, success in enumerate(question.records("successes")):
                 arrays = {}
                 for name in ARRAYS:
-                    key = f"{place}.{i}.{name}"
+                    key = f"{question_index}.{i}.{name}"
                     if key not in tensors:
                         raise record.error(f"{key} is missing")
                     arrays[name] = tensors[key].numpy()
                 signal = success.number("signal", None)  # checkpoints of earlier versions have none
                 reward = success.number("reward")
-                number = success.whole("round")
+                round_number = success.whole("round")
                 token_record = TokenRecord(**arrays)
-                successes.append(Success(token_record, reward=reward, round=number, signal=signal))
+                successes.append(Success(token_record, reward=reward, round=round_number, signal=signal))
             rate = question.number("rate", low=0, high=1)
             questions[question.text("id")] = Experience(rate, tuple(successes))
         self.questions = questions

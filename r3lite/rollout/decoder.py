@@ -1,9 +1,12 @@
 """One decoding step: runs the last token of each running row, and perhaps a draft, and returns the hidden states.
 
 On CUDA the step is captured as a graph and replayed, because launching the kernels of one token takes longer than
-running them. A graph has fixed shapes, so there is one for each bucket of rows and of slots, both powers of two. It
-reads tokens and positions from buffers. With drafts, a graph runs several tokens of each row, of all rows the same
-number: its *places*. Those that a row does not need are padding. On other devices the model is called.
+running them. On other devices the model is called.
+
+A graph reads tokens and positions from buffers of fixed shape. So there is a graph for each number of rows, of places
+and of slots of the cache. The numbers of rows and of slots are rounded up to powers of two. A row's *places* are the
+tokens that one replay runs of it: one, or several with drafts, the same number for all rows. Places that a row does not
+need are padding.
 """
 
 import math
@@ -23,11 +26,11 @@ from r3lite.models.verification import Verification
 from r3lite.rollout.drafts import Drafter
 from r3lite.settings.rollout import GRAPH_PLACES, MOST_DRAFTED
 
-LEAST_COSINE = 0.999  # between the hidden states of a graph and those of the model itself
+LEAST_COSINE = 0.999  # least cosine similarity between a graph's hidden states and those of a call of the model
 
 
 class Decoder:
-    """Runs one more token in each of the rows 0 .. n-1 of a cache, or with a `drafter` some more."""
+    """Runs one more token in each of the first rows of a cache, or several with a `drafter`."""
 
     def __init__(self, model: CausalLM, cache: KVCache, drafter: Drafter | None = None):
         self.model = model
@@ -35,19 +38,20 @@ class Decoder:
         self.drafter = drafter
 
     def __call__(self, tokens: list[int]) -> Tensor:
-        """Returns the hidden states [n, C] after one more token in each of the first n rows."""
+        """Runs token i in row i of the cache; returns the hidden states [n, C] after the n tokens."""
         context = self.cache.decode(len(tokens))
-        ids = torch.tensor(tokens)[:, None]  # on the host, see CausalLM
+        ids = torch.tensor(tokens)[:, None]  # [n, 1], on the host, see CausalLM
         return self._run(ids, context)[:, 0]
 
     def draft_limit(self, rows: int) -> int:
-        """Returns the most tokens that may be drafted for each of so many rows."""
+        """Returns the most tokens that may be drafted for each row in a pass over `rows` rows."""
         return MOST_DRAFTED
 
     def run_drafts(self, additions: list[list[int]]) -> Tensor | None:
-        """Returns the hidden states [N, C] after some more tokens in each of the first rows, laid end to end.
+        """Runs the tokens `additions[i]` in row i of the cache; returns the hidden states [N, C] after all N tokens.
 
-        Returns None if they are not all finite. The cache then is as before.
+        The hidden states of a row follow those of the row before it. If one of them is not finite, returns None, and
+        the cache is as before the call.
         """
         lengths = self.cache.lengths[: len(additions)]
         hidden = self._run_additions(additions)
@@ -59,12 +63,13 @@ class Decoder:
         return None
 
     def _run_additions(self, additions: list[list[int]]) -> Tensor:
-        """Returns the hidden states [N, C] after tokens that are added to each of the first rows, finite or not."""
+        """Does what `run_drafts` does, but returns the hidden states [N, C] even if one is not finite."""
         context = Verification(self.cache, additions)
         return self._run(context.tokens, context)[0]
 
     def _run(self, ids: Tensor, context: AttentionContext) -> Tensor:
-        # The base is in the run's dtype anyway; projections.project chooses the dtype of an adapter's products.
+        """Returns the model's hidden states [B, T, C] for ids [B, T]."""
+        # Without autocast: the base's weights have the run's dtype, and projections.project chooses an adapter's.
         with torch.autocast(self.cache.device.type, enabled=False):
             return self.model(ids, context)
 
@@ -72,19 +77,19 @@ class Decoder:
 class Graph(NamedTuple):
     """A captured step of B rows with T places each."""
 
-    inputs: Tensor  # [2, B, T]: tokens and positions, which reach the device in one transfer
-    replay: Callable[[], object]
-    hidden: Tensor  # [B, T, C]
+    inputs: Tensor  # [2, B, T]: the buffer of tokens and positions, which reach the device in one transfer
+    replay: Callable[[], object]  # runs the step on `inputs`
+    hidden: Tensor  # [B, T, C]: the buffer of the result
 
 
 class GraphDecoder(Decoder):
     """A decoder with CUDA graphs. All slots of the cache are allocated at once, so that its address does not change.
 
-    Places that pad a graph are at the position of the last slot, which no sequence uses: an episode's last token is
-    never run. `capture(step)` returns a function that runs `step` again, and the tensor with its result. Each new graph
-    is compared with the model. If it differs, or cannot be captured, a warning is printed and the model is called from
-    then on. If layers carry states, the model is called from the start. Errors of the model are raised, and
-    torch.OutOfMemoryError if a capture runs out of memory: with fewer rows, graphs fit.
+    Padding has the position of the cache's last slot, which no sequence uses: the last token of an episode is never
+    run. Each new graph is compared with a call of the model. If the results differ, or if the graph cannot be captured,
+    a warning is printed and the model is called from then on. If layers carry states, the model is called from the
+    start. Errors of the model are raised. If a capture runs out of memory, torch.OutOfMemoryError is raised, because
+    graphs of fewer rows may fit.
     """
 
     def __init__(
@@ -95,18 +100,19 @@ class GraphDecoder(Decoder):
         capture: Callable | None = None,
         drafter: Drafter | None = None,
     ):
+        """`capture(step)` returns a function that runs `step` again, and the tensor with its result; see `Capture`."""
         super().__init__(model, cache, drafter)
         cache.reserve(slots)
         self.slots = cache.capacity
         self.capture = capture or Capture()
-        self.graphs: dict[tuple[int, int, int], Graph] = {}  # by rows, places of a row, and slots
-        # Layers with a gated delta rule choose on the host, at each step, the state that a row goes on from. A graph
-        # would repeat one choice.
-        self.works = not any(isinstance(layer, DeltaRows) for layer in cache.layers)
+        self.graphs: dict[tuple[int, int, int], Graph] = {}  # by (rows, places of a row, slots)
+        # If False, the model is called. Layers with a gated delta rule choose on the host, at each step, the state from
+        # which a row continues; a graph would repeat the choice of its capture.
+        self.uses_graphs = not any(isinstance(layer, DeltaRows) for layer in cache.layers)
 
     def __call__(self, tokens: list[int]) -> Tensor:
         places = 1
-        if self.drafter:  # the graph of passes with drafts serves both: a few more places take no time
+        if self.drafter:  # use the graph of passes with drafts, since the padding takes hardly any time
             places = 1 + self.draft_limit(len(tokens))
         hidden = self._replay([[token] for token in tokens], places=places)
         if hidden is None:
@@ -114,11 +120,11 @@ class GraphDecoder(Decoder):
         return hidden[:, 0]
 
     def draft_limit(self, rows: int) -> int:
-        """Returns the most tokens that may be drafted for each of so many rows.
+        """Returns the most tokens that may be drafted for each row in a pass over `rows` rows.
 
-        The rows of a graph share GRAPH_PLACES, and the last token of each row takes one of them.
+        A graph has at most GRAPH_PLACES places in all its rows together; the last token of each row takes one.
         """
-        if not self.works:
+        if not self.uses_graphs:
             return super().draft_limit(rows)
         limit = max(0, GRAPH_PLACES // self._padded_rows(rows) - 1)
         if self.drafter:
@@ -134,35 +140,37 @@ class GraphDecoder(Decoder):
         for row, addition in enumerate(additions):
             rows.extend([row] * len(addition))
             columns.extend(range(len(addition)))
-        index = torch.tensor([rows, columns]).to(hidden.device, non_blocking=True)
-        return hidden[index[0], index[1]]
+        row_index, column_index = torch.tensor([rows, columns]).to(hidden.device, non_blocking=True)
+        return hidden[row_index, column_index]
 
     def _replay(self, additions: list[list[int]], places: int) -> Tensor | None:
-        """Returns the hidden states [n, places, C] after tokens that are added to each of the first n rows.
+        """Runs the tokens `additions[i]` in row i; returns the hidden states [n, places, C] of the n rows.
 
-        The rows' lengths count them from now on. Places behind a row's tokens are padding. Returns None if graphs
-        cannot be used; then the lengths are as before.
+        The lengths of the cache's rows count the tokens from now on. The places after a row's tokens are padding.
+        Returns None if graphs cannot be used; then the lengths are as before.
         """
-        if not self.works:
+        if not self.uses_graphs:
             return None
         n = len(additions)
         lengths = self.cache.lengths
-        rows = self._padded_rows(n)
-        padding = self.slots - 1
+        graph_rows = self._padded_rows(n)
+        padding_position = self.slots - 1
         tokens = []
         positions = []
-        for length, addition in zip(lengths, additions):
-            filling = places - len(addition)
-            tokens.append(addition + [0] * filling)
-            positions.append([*range(length, length + len(addition)), *[padding] * filling])
-        tokens += [[0] * places] * (rows - n)
-        positions += [[padding] * places] * (rows - n)
+        longest = 0
+        for length, addition in zip(lengths, additions):  # `lengths` has all rows of the cache
+            new_length = length + len(addition)
+            padding_count = places - len(addition)
+            tokens.append(addition + [0] * padding_count)
+            positions.append([*range(length, new_length), *[padding_position] * padding_count])
+            longest = max(longest, new_length)
+        tokens += [[0] * places] * (graph_rows - n)
+        positions += [[padding_position] * places] * (graph_rows - n)
         inputs = torch.tensor([tokens, positions])
-        longest = max(length + len(addition) for length, addition in zip(lengths, additions))
         slots = min(BLOCK * _power_of_two(math.ceil(longest / BLOCK)), self.slots)
-        key = (rows, places, slots)
+        key = (graph_rows, places, slots)
         if key not in self.graphs:
-            graph = self._captured(inputs, slots)
+            graph = self._capture_graph(inputs, slots)
             if graph is None:
                 return None
             self.graphs[key] = graph
@@ -174,23 +182,27 @@ class GraphDecoder(Decoder):
         return graph.hidden[:n]
 
     def _padded_rows(self, n: int) -> int:
-        """Returns the rows of the smallest graph for the first `n` rows of the cache."""
+        """Returns the number of rows of the smallest graph that can run the first `n` rows of the cache."""
         return min(_power_of_two(n), len(self.cache.lengths))
 
-    def _captured(self, inputs: Tensor, slots: int) -> Graph | None:
-        """Returns the graph of a step over tokens and positions [2, B, T]; None if it may not be used, now or ever."""
-        padding = self.slots - 1
+    def _capture_graph(self, inputs: Tensor, slots: int) -> Graph | None:
+        """Captures the graph of a step over tokens and positions [2, B, T]; returns None if it cannot be used.
+
+        Runs the step, too: the keys and values of its tokens are then in the cache.
+        """
+        padding_position = self.slots - 1
         inputs = inputs.to(self.cache.device)
-        is_compared = inputs[1] != padding
+        is_compared = inputs[1] != padding_position  # [B, T]: False at padding
 
         def step() -> Tensor:
             # The context is made within the graph, so that each replay computes the mask from the new positions.
-            context = Decode(self.cache, inputs[1], slots, padding=padding)
+            context = Decode(self.cache, inputs[1], slots, padding=padding_position)
             return self.model(inputs[0], context)
 
         # The first call selects kernels, which a capture cannot do. Errors of the model are raised here.
         expected = step()
-        # Numbers that are not finite, perhaps because of a draft, cannot be compared: another step will be captured.
+        # Hidden states that are not finite, perhaps because of a draft, cannot be compared: graphs stay in use, and a
+        # later step is captured.
         if not expected[is_compared].isfinite().all():
             return None
         try:
@@ -202,15 +214,15 @@ class GraphDecoder(Decoder):
             return None
         replay()
         cosines = F.cosine_similarity(hidden[is_compared].float(), expected[is_compared].float(), dim=-1)
-        if not cosines.min() >= LEAST_COSINE:  # a NaN is refused, too
+        if not cosines.min() >= LEAST_COSINE:  # also true if a cosine is NaN
             self._give_up("they compute different numbers")
             return None
         return Graph(inputs, replay, hidden)
 
     def _give_up(self, reason: str) -> None:
-        """Has the model called from now on, and prints why."""
+        """Makes the decoder call the model instead of graphs from now on, and prints a warning with the reason."""
         print(f"warning: decoding continues without CUDA graphs: {reason}".splitlines()[0], file=sys.stderr)
-        self.works = False
+        self.uses_graphs = False
 
 
 def _power_of_two(number: int) -> int:
@@ -219,9 +231,10 @@ def _power_of_two(number: int) -> int:
 
 
 def _ran_out_of_memory(error: BaseException | None) -> bool:
-    """Returns whether memory ran out, of PyTorch's allocator or of the driver.
+    """Returns whether `error` says that PyTorch's allocator or the driver ran out of memory.
 
-    The error before it counts too: ending a capture in which an error was raised may raise another one.
+    The errors during whose handling it was raised are examined, too: after an error in a capture, ending the capture
+    may raise another one.
     """
     if error is None:
         return False

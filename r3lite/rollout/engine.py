@@ -1,8 +1,8 @@
 """The rollout engine: samples episodes by continuous batching, and fetches their documents meanwhile.
 
 An iteration admits waiting sequences, prefills prompts and documents, samples a token of each running sequence, and
-closes the turns that are over. A `Layout` decides how an episode opens and goes on; the engine knows no
-step format and no retriever. It samples with the model's active adapter.
+closes the turns that are over. A `Layout` decides how an episode opens and goes on; the engine itself knows no step
+format and no retriever. The engine samples with the model's active adapter.
 """
 
 import math
@@ -43,12 +43,13 @@ class Engine:
 
     model: CausalLM
     layout: Layout
-    sampler: Callable[[Tensor, list[float]], tuple[Tensor, Tensor]]  # see sampling.Sampler
+    # (logits [B, V], B uniform numbers) -> (tokens [B], their log-probabilities [B]), such as a sampling.Sampler.
+    sampler: Callable[[Tensor, list[float]], tuple[Tensor, Tensor]]
     grant: Grant  # limits how many episodes run at a time, and how many tokens one prefill has
     value_head: nn.Module | None = None  # hidden states [B, C] -> values [B] of the states before the next tokens
     autocast: Callable[[], AbstractContextManager] = nullcontext
     spans: Spans = NO_SPANS
-    layouts: Mapping[str, Layout] = field(default_factory=dict)  # by the source of the question; others have `layout`
+    layouts: Mapping[str, Layout] = field(default_factory=dict)  # by Question.source; other sources have `layout`
     draft_tokens: int = 0  # the most tokens that are drafted for a row in one pass, see drafts.py
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
@@ -92,10 +93,10 @@ class Engine:
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples another end for each pair (finished sequence, number of its first steps that are kept).
+        """Samples another continuation for each pair (finished sequence, number of its first steps that are kept).
 
-        Tokens, log-probabilities and values of these steps are copied. Each new end has the random stream of its own
-        seed.
+        Tokens, log-probabilities and values of the kept steps are copied. Each continuation has the random stream of
+        its own seed.
         """
         sequences = []
         for (sequence, steps), seed in zip(starts, seeds, strict=True):
@@ -108,9 +109,9 @@ class Engine:
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples another last turn of each finished sequence, from the stream of its own seed.
+        """Samples another last turn of each finished sequence, see `Sequence.reopened`. Each has a seed of its own.
 
-        Sequences may repeat, with different seeds: their common prefix is prefilled once. See `Sequence.reopened`.
+        Sequences may repeat, with different seeds: their common prefix is prefilled once.
         """
         reopened = []
         for sequence, seed in zip(sequences, seeds, strict=True):
@@ -125,33 +126,35 @@ class Engine:
         progress: str | None = None,
         quiet: bool = False,
     ) -> list[Sequence]:
-        """Samples opened sequences to their ends, in place; returns them. `quiet`: without a progress bar."""
+        """Samples opened sequences in place until each has ended, and returns them. `quiet`: without a progress bar."""
         if not sequences:  # a rank has none if there are more ranks than episodes
             return []
-        training = self.model.training
+        was_training = self.model.training
         self.model.eval()  # no dropout, so that the trainer computes the same probabilities
         bar_style = bars.named(progress, "answering")
         if quiet:
             bar_style = bar_style | {"disable": True}
         bar = tqdm(total=len(sequences), unit="episode", **bar_style)
-        lines = bars.TimedLines(bar, progress, "episodes")
+        progress_lines = bars.TimedLines(bar, progress, "episodes")
         try:
             with self.autocast(), closing(Fetcher(retrieve, self.spans)) as fetcher, bar:
-                retrieving = [s for s in sequences if s.pending]  # baselines, which retrieve before the first turn
+                # Some baselines retrieve before the first turn.
+                retrieving = [sequence for sequence in sequences if sequence.pending]
                 if retrieving:
                     for sequence, documents in fetcher.fetch(retrieving):
                         self._splice(sequence, documents)
-                unfinished = [s for s in sequences if s.finish is None]
-                lines.update(len(sequences) - len(unfinished))
+                # A sequence is finished already if its prompt and documents leave no room for an answer.
+                unfinished = [sequence for sequence in sequences if sequence.finish is None]
+                progress_lines.update(len(sequences) - len(unfinished))
                 row_count = min(self.grant.memory.rollout_batch_size, len(unfinished))
                 scheduler, decoder = self.build_scheduler_and_decoder(unfinished, row_count)
-                # No weight changes while sampling, so the adapter is cast to the dtype of the passes only once.
+                # No weight changes while sampling: the adapter is cast to the model's dtype once, not in each pass.
                 with cast_once(self.model, self.model.head_weight.dtype):
                     while scheduler.waiting or scheduler.rows:
-                        self.iterate(scheduler, decoder, fetcher, on_finish=lines.update)
-                        lines.tick()
+                        self.iterate(scheduler, decoder, fetcher, on_finish=progress_lines.update)
+                        progress_lines.tick()
         finally:
-            self.model.train(training)
+            self.model.train(was_training)
         return sequences
 
     def build_scheduler_and_decoder(self, sequences: list[Sequence], row_count: int) -> tuple[Scheduler, Decoder]:
@@ -172,16 +175,16 @@ class Engine:
         fetcher: Fetcher,
         on_finish: Callable,
     ) -> None:
-        """Samples one more token of each running sequence, or several with drafts, and closes the turns that this ends.
+        """Samples one more token of each running sequence, or several with drafts, and closes the turns that are over.
 
-        Sequences with queries are parked until their documents have come. `on_finish()` is called for each episode
-        that ends.
+        Rows whose sequences have queries are parked until the documents have come. `on_finish()` is called for each
+        episode that ends.
         """
         scheduler.admit()
-        for sequence, documents in fetcher.collect(idle=not scheduler.active):
+        for sequence, documents in fetcher.collect(idle=not scheduler.running_count):
             self._splice(sequence, documents)
             scheduler.unpark(sequence)
-            if sequence.finish is not None:  # neither documents nor an answer fit
+            if sequence.finish is not None:  # neither the documents nor a forced answer fit
                 scheduler.release(sequence)
                 on_finish()
         for sequence in scheduler.running:
@@ -191,20 +194,21 @@ class Engine:
             layout = self.layout_of(sequence)
             turn_is_over = layout.turn_is_over(sequence)
             if sequence.listener:
-                sequence.listener.hear(layout.turn_text.readable(sequence, turn_is_over), turn_is_over)
+                readable = layout.turn_text.readable(sequence, turn_is_over)
+                sequence.listener.send_text(readable, turn_is_over)
             if turn_is_over:
                 self._close_turn(sequence)
                 self._free_or_park(sequence, scheduler, fetcher=fetcher, on_finish=on_finish)
-        fetcher.send(idle=not scheduler.active)
+        fetcher.end_iteration(idle=not scheduler.running_count)
 
     def _close_turn(self, sequence: Sequence) -> None:
-        """Reads the step of a turn that is over, which may end the episode."""
+        """Parses a turn that is over into a step, which may end the episode."""
         sequence.record_turn(self.spans)
         self.layout_of(sequence).close_turn(sequence)
-        # An incomplete step still gets its documents, or a forced answer in the next turn.
+        # A step that waits for documents, or for a forced answer in the next turn, is not complete.
         step_is_complete = not sequence.pending and not sequence.forced_step
         if sequence.listener and step_is_complete:
-            sequence.listener.step(sequence)
+            sequence.listener.on_step(sequence)
 
     def _free_or_park(
         self,
@@ -213,81 +217,82 @@ class Engine:
         fetcher: Fetcher,
         on_finish: Callable,
     ) -> None:
-        """Frees the row of a sequence that has ended, and parks one that has queries while they are answered."""
+        """Takes a sequence that has ended out of its row, or queues the queries of one that searches and parks it."""
         if sequence.finish is not None:
             scheduler.release(sequence)
             on_finish()
         elif sequence.pending:
-            fetcher.ask(sequence)
+            fetcher.queue(sequence)
             scheduler.park(sequence)
 
     def _splice(self, sequence: Sequence, documents: list[list[Document]]) -> None:
         """Appends the documents of a sequence's pending queries, which completes its last step.
 
-        If no document fits, the step is taken back, to be completed by a forced answer.
+        If no document fits, the layout removes the step, in order to add it again with a forced answer.
         """
         step_count = len(sequence.steps)
         self.layout_of(sequence).splice(sequence, documents)
         step_is_complete = len(sequence.steps) == step_count
         if sequence.listener and step_is_complete:
-            sequence.listener.step(sequence)
+            sequence.listener.on_step(sequence)
 
     def _prefill(self, scheduler: Scheduler) -> None:
-        """Puts all tokens of the running sequences into the cache, except the last of each, which `_decode` runs."""
+        """Runs all tokens of the running rows that are not cached, except the last of each, which `_decode` runs."""
         scheduler.split()  # sequences that share a row may have got different documents
         cache = scheduler.cache
         limit = self.grant.memory.micro_batch_tokens
-        for parts in prefills(scheduler.rows, scheduler.active, cache, limit=limit):
-            prefill = Prefill(cache, parts)
+        for additions in prefills(scheduler.rows, scheduler.running_count, cache, limit=limit):
+            prefill = Prefill(cache, additions)
             self.model(prefill.tokens, prefill)
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> list[Sequence]:
-        """Runs the last token of each running sequence and samples its next one; returns the sequences that got one.
+        """Runs the last token of each running row, and samples the next token of each sequence of the row.
 
-        With drafts, a sequence may get several tokens. The model runs a row once for all sequences that share it.
+        With drafts, a sequence may get several tokens. Returns the running sequences without those that failed.
         """
         rows = scheduler.running_rows
         if not rows:
             return []
         drafts, hidden = self._run(rows, decoder)
-        # First samples what follows each token of the pass. Then appends a sequence's samples up to the first that
-        # differs from its draft; without a draft there is one.
+        logits = self._logits(hidden)
         agreement = append_sampled(
             rows,
             drafts,
-            sample=partial(self._sampled_tokens, hidden, self._logits(hidden)),
+            sample=partial(self._sampled_tokens, hidden, logits),
             append=self._append,
             turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
         )
         if any(drafts):
-            decoder.drafter.count(agreement)
-        sampled_sequences = [sequence for row in rows for sequence in row if id(sequence) not in agreement.not_finite]
-        scheduler.split()  # sequences that share a row may have sampled different tokens, and drafts were rejected
-        return sampled_sequences
+            decoder.drafter.record(agreement)
+        # Sequences that share a row may have got different tokens, and rejected drafts are still in the cache.
+        scheduler.split()
+        return agreement.finite
 
     def _run(self, rows: list[list[Sequence]], decoder: Decoder) -> tuple[list[list[int]], Tensor]:
-        """Runs the last token of each row and the draft behind it; returns the drafts and the hidden states [N, C].
+        """Runs the last token of each row and a draft of its next tokens; returns the drafts and hidden states [N, C].
 
-        All drafts are empty if the decoder has no drafter, if no draft would save time, if more than DRAFTING_SEQUENCES
-        run, or if a number of their pass is not finite.
+        N counts the last tokens and the drafted ones, row by row. All drafts are empty if the decoder has no drafter,
+        if no draft would save time, if more than DRAFTING_SEQUENCES sequences run, or if a hidden state of the pass
+        with drafts is not finite.
         """
-        firsts = [row[0] for row in rows]
+        firsts = [row[0] for row in rows]  # all sequences of a row have the same tokens
         drafts: list[list[int]] = []
-        # The limit counts sequences, not rows: those of one row share its draft and its pass, but each needs logits of
-        # its own, for which the memory plan has room.
+        # DRAFTING_SEQUENCES limits the memory of logits. It counts sequences, not rows: the sequences of a row share
+        # its draft and its pass, but each needs logits of its own.
         if decoder.drafter and sum(map(len, rows)) <= DRAFTING_SEQUENCES:
             limits = draft_limits(rows, decoder.draft_limit(len(rows)), self.layout_of)
             drafts = decoder.drafter.propose(firsts, limits)
         if any(drafts):
-            hidden = decoder.run_drafts(
-                [[first.tokens[-1], *draft] for first, draft in zip(firsts, drafts, strict=True)]
-            )
-            if hidden is not None:  # else a number is not finite, perhaps because of a draft
+            additions = [[first.tokens[-1], *draft] for first, draft in zip(firsts, drafts, strict=True)]
+            hidden = decoder.run_drafts(additions)
+            if hidden is not None:
                 return drafts, hidden
-        return [[]] * len(rows), decoder([first.tokens[-1] for first in firsts])
+            # A hidden state is not finite, perhaps because of a draft: the rows are run again without drafts.
+        last_tokens = [first.tokens[-1] for first in firsts]
+        return [[]] * len(rows), decoder(last_tokens)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """Returns the logits [N, V] of the tokens that may be sampled after hidden states [N, C]."""
+        """Returns the logits [N, V] after hidden states [N, C]; -infinity for ids that the tokenizer does not have."""
         logits = linear(hidden, self.model.head_weight)
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         return logits
@@ -298,29 +303,35 @@ class Engine:
         logits: Tensor,
         batch: SamplingBatch,
     ) -> list[SampledToken]:
-        """Samples the tokens of a batch from a pass's hidden states [N, C] and logits [N, V].
+        """Samples one token for each entry of a batch, from a pass's hidden states [N, C] and logits [N, V].
 
-        `batch.indices` has the place of each entry in `hidden` and in `logits`; None: an entry for each, in order.
+        Entry i is sampled from row `batch.indices[i]` of both tensors. If `batch.indices` is None, the batch has N
+        entries, and entry i is sampled from row i.
         """
         if batch.indices is not None:
             indices = torch.tensor(batch.indices).to(hidden.device, non_blocking=True)
             hidden = hidden[indices]
             logits = logits[indices]
-        sampled_ids, sampled_logprobs = self._sample(logits, batch)  # one for each entry of the batch
-        numbers = [sampled_ids.to(sampled_logprobs), sampled_logprobs]
+        ids, logprobs = self._sample(logits, batch)
+        # The fields of SampledToken, stacked so that one transfer from the device is enough: each transfer waits for
+        # the device. As fp32 numbers, token ids stay exact.
+        fields = [ids.to(logprobs), logprobs]
         if self.value_head is not None:
-            numbers.append(self.value_head(hidden).to(sampled_logprobs))
-        # One transfer, because each waits for the device. Token ids are exact in fp32.
-        columns = torch.stack(numbers).tolist()
-        return [SampledToken(*numbers_of_token) for numbers_of_token in zip(*columns, strict=True)]
+            fields.append(self.value_head(hidden).to(logprobs))
+        columns = torch.stack(fields).tolist()
+        return [SampledToken(*values) for values in zip(*columns, strict=True)]
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> bool:
-        """Appends a sampled token to a sequence; returns False if the sequence failed, as its logits are not finite."""
+        """Appends a sampled token to a sequence. If its logits are not finite, `_fail` is called instead.
+
+        Returns False in that case, if `_fail` did not raise.
+        """
         if math.isnan(sampled.logprob):
             error = overflow_error(self.model, sequence.tokens, sequence.question.id)
-            self._fail(sequence, error)  # raises; a LaneEngine (lanes.py) marks the sequence and goes on
+            self._fail(sequence, error)
             return False
-        sequence.stream.drop()  # the number by which the token was sampled: `SamplingBatch.uniforms` only looks ahead
+        # The token was sampled with the stream's next number, which `SamplingBatch.uniforms` read but did not remove.
+        sequence.stream.advance()
         sequence.write([int(sampled.id)])
         sequence.logprobs.append(sampled.logprob)
         sequence.values.append(sampled.value)
@@ -329,13 +340,13 @@ class Engine:
     def _fail(self, sequence: Sequence, error: NotFinite) -> None:
         """Raises `error`, which ends the run: a model whose logits are not finite is broken.
 
-        `lanes.LaneEngine` overrides this: it ends this sequence alone, and returns.
+        `lanes.LaneEngine` overrides this method: there only the sequence ends, and the method returns.
         """
         raise error
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
-        """Returns tokens [B] and their log-probabilities [B] from logits [B, V], each by its sequence's own stream.
+        """Returns tokens [B] and their log-probabilities [B], sampled from logits [B, V] with the batch's uniforms.
 
-        `lanes.LaneEngine` overrides this: its sequences have samplers of their own.
+        `lanes.LaneEngine` overrides this method: its sequences have samplers of their own.
         """
         return self.sampler(logits, batch.uniforms)

@@ -1,8 +1,8 @@
 """Fetches documents on a thread of its own while other sequences run.
 
-Queries are sent and documents are taken after fixed numbers of the engine's iterations, never by the clock. So the
-same sequences are decoded together in every run, and results are equal to the last bit. The server is different: it
-goes on with other requests until documents have come (lanes.py).
+Queries are sent, and documents are taken, after fixed numbers of the engine's iterations and never by the clock. So
+the same sequences are decoded together in every run, and results are equal to the last bit. The server is an exception:
+if the sequences of one adapter all wait for documents, those of the others continue meanwhile (lanes.py).
 """
 
 from collections import deque
@@ -12,8 +12,8 @@ from r3lite.core.episode import Document, Failure, Retrieve, retrieve_all
 from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.rollout.sequence import Sequence
 
-GATHER = 8  # iterations for which queries are gathered, to be encoded together
-PATIENCE = 16  # iterations after which documents are taken, and waited for if they have not come
+GATHER = 8  # iterations for which queries are queued, so that they are encoded together
+PATIENCE = 16  # iterations from sending queries to taking their documents; if they have not come, the engine waits
 
 Fetched = tuple[Sequence, list[list[Document]]]  # a sequence, and the documents of each of its pending queries
 
@@ -27,31 +27,32 @@ class Fetcher:
         self.worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retrieve")
         self.iteration = 0
         self.queued: list[Sequence] = []
-        self.queued_since = 0  # iteration at which the first of them was queued
-        # Batches of queries that are being retrieved, oldest first: the iteration by which a batch is due, its result.
+        self.queued_since = 0  # iteration at which the first of `queued` was queued
+        # Batches of queries that were sent, oldest first: the iteration at which a batch's documents are due, and a
+        # future of list[Fetched].
         self.in_flight: deque[tuple[int, Future]] = deque()
 
     def close(self) -> None:
-        """Waits for the batch that is being retrieved, and drops those behind it."""
+        """Waits for the batch that is being retrieved, and drops the batches sent after it."""
         self.worker.shutdown(cancel_futures=True)
 
     def fetch(self, sequences: list[Sequence]) -> list[Fetched]:
-        """Returns each sequence with the documents of each of its pending queries, by one call of each retriever.
+        """Returns each sequence with the documents of each of its pending queries. Calls each retriever once.
 
-        A query that fails gets no documents, and the reason becomes its sequence's `failure`.
+        A query that fails gets no documents, and the reason is written to its sequence's `failure`.
         """
         queries = [(s.question, search) for s in sequences for search in s.pending]
         start = self.spans.now()
         outcomes = retrieve_all(self.retrieve, queries)
         self.spans.add("retrieve", "retriever", start, queries=len(queries))
         fetched = []
-        first = 0  # index of the sequence's first query
+        first = 0  # index of the sequence's first query among all queries
         for sequence in sequences:
             stop = first + len(sequence.pending)
-            documents: list[list[Document]] = []  # of each query
+            documents: list[list[Document]] = []  # a list for each query of the sequence
             for outcome in outcomes[first:stop]:
                 if isinstance(outcome, Failure):
-                    sequence.failure = outcome.reason  # if several fail, that of the last one
+                    sequence.failure = outcome.reason  # if several queries fail, the last reason stays
                     documents.append([])
                 else:
                     documents.append(outcome)
@@ -59,43 +60,43 @@ class Fetcher:
             first = stop
         return fetched
 
-    def ask(self, sequence: Sequence) -> None:
-        """Queues the pending queries of a sequence, to be sent with others."""
+    def queue(self, sequence: Sequence) -> None:
+        """Queues the pending queries of a sequence; `end_iteration` sends them together with others."""
         if not self.queued:
             self.queued_since = self.iteration
         self.queued.append(sequence)
 
-    def send(self, idle: bool) -> None:
-        """Ends an iteration: sends the queued queries if the first of them has waited for GATHER iterations.
+    def end_iteration(self, idle: bool) -> None:
+        """Counts the iteration, and sends the queued queries if the first of them has waited for GATHER iterations.
 
-        If `idle`, no sequence is running, and they are sent at once.
+        `idle` means that no sequence is running; then the queued queries are sent at once.
         """
         if self.queued and (idle or self.iteration - self.queued_since >= GATHER):
-            result = self.worker.submit(self.fetch, self.queued)
-            self.in_flight.append((self.iteration + PATIENCE, result))
+            future = self.worker.submit(self.fetch, self.queued)
+            self.in_flight.append((self.iteration + PATIENCE, future))
             self.queued = []
         self.iteration += 1
 
     @property
     def is_waiting(self) -> bool:
-        """True if the next batch of documents has been sent for and has not come yet."""
+        """True if the oldest batch that was sent is still being retrieved."""
         if not self.in_flight:
             return False
-        _, result = self.in_flight[0]
-        return not result.done()
+        _, future = self.in_flight[0]
+        return not future.done()
 
     def collect(self, idle: bool) -> list[Fetched]:
-        """Begins an iteration: returns the documents that are due, and waits for them.
+        """Returns the documents that are due at the beginning of an iteration; waits for them if they have not come.
 
-        If `idle`, no sequence is running, and the next documents are returned though they are not due.
+        `idle` means that no sequence is running; then at least the oldest batch is returned, even before it is due.
         """
         fetched: list[Fetched] = []
         while self.in_flight:
-            due, result = self.in_flight[0]
+            due, future = self.in_flight[0]
             is_due = due <= self.iteration
             is_needed = idle and not fetched
             if not (is_due or is_needed):
                 break
             self.in_flight.popleft()
-            fetched += result.result()
+            fetched += future.result()
         return fetched

@@ -1,7 +1,7 @@
 """Samples on other machines: rollout workers (`python -m r3lite.rollout_worker`), or vLLM (`vllm.py`).
 
-Episodes go to the servers in requests. A server that gives no answer, or a wrong one, is passed over until the next
-call, and its episodes are sampled by another one.
+Each request has several episodes. A server that does not answer, or answers wrongly, gets no more requests until the
+next call; another server samples its episodes.
 """
 
 import math
@@ -49,9 +49,9 @@ class WorkerVersion:
 
 
 class RolloutWorker:
-    """A rollout worker; it retrieves by itself."""
+    """The client of a rollout worker. The worker retrieves by itself."""
 
-    slots = 1  # requests at a time: it computes on all cores
+    slots = 1  # requests at a time: the worker computes on all cores
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RolloutWorker:
         self.link = link
         self.facts = facts
         self.layout_of = layout_of
-        self.adapter_version = ""  # of the adapter that the worker has
+        self.adapter_version = ""  # of the adapter that the worker has; empty if it has none
 
     def check(self) -> str:
         """Returns the server's address and dtype; raises R3LiteError if it would not sample as the trainer does."""
@@ -97,6 +97,7 @@ class RolloutWorker:
         """
 
         def read(reply: Record) -> list[Sequence] | None:
+            """Returns the episodes of a reply; None if the worker has other facts or another adapter."""
             if "differs" in reply:
                 return None
             episodes = reply.records("episodes")
@@ -110,18 +111,18 @@ class RolloutWorker:
 
         request = tickets_to_json(tickets)
         request |= {"identity": identity_of(self.facts), "adapter": adapter.version}
-        for _ in range(2):  # a worker that was started anew has lost the adapter
+        for _ in range(2):  # the second time if the worker was restarted, and so has lost the adapter
             if self.adapter_version != adapter.version:
                 self.link.text(f"/adapter/{adapter.version}", adapter.body)
                 self.adapter_version = adapter.version
             sequences = self.link.ask("/sample", request, server="a rollout worker", read=read)
             if sequences is not None:
                 return sequences
-            self.check()
+            self.check()  # reads which adapter the worker has
         raise Unanswered(f"{self.link.url} is also used by another run", REMEDY, passes=True, code="worker-in-use")
 
     def _sequence(self, episode: Record, ticket: Ticket) -> Sequence:
-        """Returns the sequence of a ticket; raises InvalidRecord unless it begins as it would here."""
+        """Returns the sequence of a ticket's episode; raises InvalidRecord unless it begins as the ticket says."""
         start = ticket.sequence()
         layout = self.layout_of(start)
         if not start.tokens:
@@ -135,8 +136,8 @@ class RolloutWorker:
 class RemoteEngine:
     """Samples the rounds of a run on servers, with the interface of `rollout.engine.Engine`.
 
-    Which episodes are one request follows from their number and that of the servers, not from which server is free: in
-    fp32 a run is repeated to the bit. As a part of a run's state it keeps the adapter that it samples with.
+    Which episodes are one request depends on the numbers of episodes and of servers, not on which server is free: in
+    fp32 a run is repeated to the bit. The adapter of the current round is a part of a run's state.
     """
 
     def __init__(
@@ -145,38 +146,38 @@ class RemoteEngine:
         save_adapter: Callable[[Path], None],
         draw_ahead: Callable[[int], tuple[list[Question], list[str]]] | None = None,
     ):
-        """Takes `RolloutWorker`s and other servers with its attributes and methods.
+        """Takes `RolloutWorker`s, or other servers with the same attributes and methods.
 
         `save_adapter` writes the policy's adapter into a folder. `draw_ahead(number)` returns the questions and seeds
-        of a round, none after the last one; each round is then sampled while the one before is learned from.
+        of a round, none after the last round. With it, each round is sampled while the one before is learned from.
         """
         self.servers = servers
         self.save_adapter = save_adapter
         self.draw_ahead = draw_ahead
         self.grant = Grant(Memory())  # the servers, which sample, grant memory for themselves
         self.adapter: AdapterFiles | None = None
-        self.ahead: tuple[list[str], Future] | None = None  # seeds and sequences of the coming round
+        self.ahead: tuple[list[str], Future] | None = None  # seeds and sequences of the round that is sampled ahead
         self.counts: Counter[str] = Counter()
         slots = sum(server.slots for server in servers)
         self._pool = ThreadPoolExecutor(slots + 1, thread_name_prefix="rollouts")
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
-        """Takes over the policy's adapter, with which round `number` is sampled unless it is under way already."""
-        if self.adapter and not self.ahead:  # resumed, with the adapter that the checkpoint has
-            self._go_ahead(number, retrieve)
+        """Reads the policy's adapter. Round `number` is sampled with it, unless that round is sampled ahead already."""
+        if self.adapter and not self.ahead:  # the run was resumed: this is the adapter of the checkpoint
+            self._sample_ahead(number, retrieve)
         with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
             self.save_adapter(Path(folder))
             self.adapter = AdapterFiles.read(Path(folder))
 
     def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
-        """Has the next round sampled while this one is learned from, if rounds are drawn ahead; returns metrics."""
-        self._go_ahead(number + 1, retrieve)
+        """Begins to sample the next round, if rounds are sampled ahead; returns metrics of the round that ends."""
+        self._sample_ahead(number + 1, retrieve)
         counts = self.counts
         self.counts = Counter()
         return {f"rollout/{name}": counts[name] for name in ("stale_episodes", "moved_episodes")}
 
-    def _go_ahead(self, number: int, retrieve: Retrieve) -> None:
-        """Has a round sampled with the current adapter, until `run` asks for it."""
+    def _sample_ahead(self, number: int, retrieve: Retrieve) -> None:
+        """Begins to sample a round with the current adapter, in the background; `run` waits for it."""
         if self.draw_ahead is None:
             return
         questions, seeds = self.draw_ahead(number)
@@ -191,7 +192,7 @@ class RemoteEngine:
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples as Engine.run does; waits for episodes that are already being sampled ahead."""
+        """Samples as Engine.run does; if episodes with these seeds are sampled ahead, waits for them."""
         if self.ahead:
             seeds_ahead, sequences = self.ahead
             if seeds_ahead == seeds:
@@ -215,12 +216,13 @@ class RemoteEngine:
         return self._sampled(tickets, self.adapter, retrieve)
 
     def close(self) -> None:
-        """Breaks off what is under way: the program would wait for it."""
+        """Breaks off the requests under way: otherwise the program would wait for them before it ends."""
         for server in self.servers:
             server.link.calls.end(at_once=True)
         self._pool.shutdown(cancel_futures=True)
 
     def state_dict(self) -> dict:
+        """Returns the adapter of the current round, as bytes in a tensor."""
         if self.adapter is None:
             return {"tensors": {}}
         body = torch.frombuffer(bytearray(self.adapter.body), dtype=torch.uint8)
@@ -242,7 +244,7 @@ class RemoteEngine:
         retrieve: Retrieve,
     ) -> list[Sequence]:
         """Returns the episodes of tickets, in their order; each request is answered by one server."""
-        size = math.ceil(len(tickets) / (2 * len(self.servers)))  # tickets of a request
+        size = math.ceil(len(tickets) / (2 * len(self.servers)))  # tickets of a request: two requests per server
         waiting = deque(range(0, len(tickets), size))  # the index of the first ticket of each request
         free_slots = [server for server in self.servers for _ in range(server.slots)]
         sampled: dict[int, list[Sequence]] = {}  # by the index of the request's first ticket

@@ -11,21 +11,21 @@ from r3lite.rollout.uniforms import Uniforms
 
 @dataclass
 class Listener:
-    """Callbacks for one episode. The engine's thread calls them, and an error that they raise ends the run.
+    """Two callbacks for one episode. The engine calls them on its own thread; an error that one raises ends the run.
 
-    `text` gets the text of a turn piece by piece; the pieces add up to `TurnText.readable`. `step` gets the sequence
-    whenever a step is complete: when the documents of its queries have been added, or at the end of a turn without
-    queries. A step whose documents do not fit is completed by a forced answer.
+    `on_text` gets the text of a turn piece by piece; the pieces add up to `TurnText.readable`. `on_step` gets the
+    sequence whenever a step is complete: when the documents of its queries have been appended, or at the end of a turn
+    without queries. If no document fits, the step is complete after a forced answer.
     """
 
-    text: Callable[[str], None]
-    step: Callable[["Sequence"], None]
-    characters_sent: int = 0  # how many characters of the current turn `text` has got
+    on_text: Callable[[str], None]
+    on_step: Callable[["Sequence"], None]
+    characters_sent: int = 0  # how many characters of the current turn `on_text` has got
 
-    def hear(self, readable: str, turn_is_over: bool) -> None:
-        """Passes on what is new in the current turn's text."""
+    def send_text(self, readable: str, turn_is_over: bool) -> None:
+        """Calls `on_text` with the new part of `readable`, which is the current turn's text so far."""
         if len(readable) > self.characters_sent:
-            self.text(readable[self.characters_sent :])
+            self.on_text(readable[self.characters_sent :])
         self.characters_sent = 0 if turn_is_over else len(readable)
 
 
@@ -33,27 +33,31 @@ class Listener:
 class Sequence(Transcript):
     """A transcript whose actions are sampled.
 
-    `logprobs` are of the softmax of logits / temperature (1 if greedy), without truncation. `values` are 0 without a
-    critic.
+    `logprobs` are of the softmax of logits / temperature, without top-k and top-p; greedy sampling counts as
+    temperature 1. `values` are 0 without a critic.
     """
 
-    stream: Uniforms = field(kw_only=True)  # draws one number per sampled token; each sequence has its own
+    # One uniform number of the stream is used for each sampled token. Each sequence has a stream of its own.
+    stream: Uniforms = field(kw_only=True)
     listener: Listener | None = None
-    index: int = 0  # among the sequences that are sampled together
-    turn_begin_time: int = 0  # of the current turn, in nanoseconds since 1970; 0 if no spans are recorded
+    index: int = 0  # the sequence's number among those that are sampled together
+    turn_begin_time: int = 0  # when the current turn began, in nanoseconds since 1970; 0 if no spans are recorded
 
     @property
     def tokens_left(self) -> float:
-        """How many more tokens the sequence may write, besides the limits of its layout. `lanes.py` overrides it."""
+        """How many more tokens the sequence may write. The layout limits every sequence in addition.
+
+        Infinite here; `lanes.Visitor` overrides it.
+        """
         return math.inf
 
     def note_turn_start(self, spans: Spans) -> None:
-        """Notes the time as the beginning of the current turn, if none of its tokens has been sampled."""
+        """Sets `turn_begin_time` to the present time, if no token of the current turn has been sampled yet."""
         if len(self.tokens) == self.turn_start:
             self.turn_begin_time = spans.now()
 
     def record_turn(self, spans: Spans) -> None:
-        """Records the generation of the current turn, whose last token was just sampled."""
+        """Adds a span for the generation of the current turn, whose last token was just sampled."""
         spans.add(
             "generation",
             f"episode {self.index + 1}",
@@ -65,13 +69,13 @@ class Sequence(Transcript):
         )
 
     def cut_after(self, steps: int, stream: Uniforms) -> "Sequence":
-        """Returns a copy cut off behind the first `steps` steps and their documents, where the next turn begins.
+        """Returns a copy that ends after the first `steps` steps and their documents, where the next turn begins.
 
-        The copy has the log-probabilities and values of the action tokens of these steps. `stream` draws the tokens
-        that follow.
+        The copy has the log-probabilities and values of these steps' action tokens. The tokens that follow are sampled
+        with `stream`.
         """
-        # Between a step's last token and the next turn are the documents, which are no actions. There is a next turn:
-        # a step's documents are cut so that they leave room for it (`Observations.fit`).
+        # The next turn begins at the first action token after the step's last token; the documents between them are no
+        # actions. There is a next turn: documents are cut so that they leave room for one (`Observations.fit`).
         last_end = self.step_ends[steps - 1]
         turn_start = self.action_mask.index(True, last_end + 1)
         prefix = self.first(turn_start)
@@ -86,11 +90,12 @@ class Sequence(Transcript):
         )
 
     def reopened(self, stream: Uniforms) -> "Sequence":
-        """Returns a copy of the finished sequence that ends where its last turn begins, to sample another last turn.
+        """Returns a copy of the finished sequence without its last turn, so that another last turn can be sampled.
 
-        `stream` draws the tokens of the new turn. Only they will be action tokens: the copy has none. No
-        documents follow it, because all these last turns must have read the same documents: a query ends the episode
-        (SEARCHING), even where the hops are used up. A forced answer is forced again.
+        The tokens of the new turn are sampled with `stream`; they will be the only action tokens of the copy. A query
+        in the new turn gets no documents, and after --max-hops steps it does not lead to a forced answer either: it
+        ends the episode as SEARCHING. So all last turns of a sequence are written after the same documents. If the
+        answer was forced in the old turn, it is forced in the new one.
         """
         return Sequence(
             self.question,

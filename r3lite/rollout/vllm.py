@@ -29,8 +29,9 @@ from r3lite.settings import PpoConfig
 
 COMMAND = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-lora-rank R"
 START = f"Start it with: {COMMAND}. It must see the run's --output at the same path."
-RAW = "Start vLLM with --logprobs-mode processed_logprobs, or pass --temperature 1."
-# Settings of each completion: nothing is truncated or penalized, and all that was sampled is returned.
+RAW_REMEDY = "Start vLLM with --logprobs-mode processed_logprobs, or pass --temperature 1."
+# Settings of each completion: no truncation and no penalties, and all sampled tokens are returned, with their ids and
+# log-probabilities ("logprobs": 0 means those of the sampled tokens only).
 NEUTRAL = {
     "top_p": 1.0,
     "top_k": -1,
@@ -46,7 +47,7 @@ NEUTRAL = {
 }
 UPDATE = "Update vLLM to a version with return_token_ids."
 TRIES = 100  # maximum requests for one turn
-IDS = 1 << 31  # the token ids of any model are below this number
+ID_LIMIT = 1 << 31  # the token ids of any model are below this number
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class ServedModel:
 class VllmServer:
     """A vLLM server. It batches all requests that it has at the same time."""
 
-    slots = 2  # requests at a time; with one server these are all requests of a round
+    slots = 2  # calls of `sample` at a time; with one server, a round consists of two
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class VllmServer:
         self.config = config
         self.layout_of = layout_of
         self.adapters = output.absolute() / "served"
-        self.name = ""  # model name of the adapter that vLLM has loaded; empty: none is known
+        self.name = ""  # model name of the adapter that vLLM has loaded; empty if it may have none
         self._loading = threading.Lock()
         self._retrieving = threading.Lock()
 
@@ -105,7 +106,10 @@ class VllmServer:
         return f"{url} (vLLM {version})"
 
     def _check_logprobs(self, model: str) -> None:
-        """Raises R3LiteError if log-probabilities are raw, that is, the same at two temperatures."""
+        """Raises R3LiteError if log-probabilities are raw, that is, the same at two temperatures.
+
+        A log-probability of 0 would be the same in both modes, so it proves nothing.
+        """
         if self.config.sampling.temperature == 1:
             return
         request = {"model": model, "prompt": [0], "max_tokens": 1, "logprobs": 1, "top_k": 1}
@@ -114,9 +118,9 @@ class VllmServer:
             body = request | {"temperature": temperature}
             logprobs.append(self.link.ask("/v1/completions", body, server="vLLM", read=_logprobs))
         at_one, at_temperature = logprobs
-        if at_one == at_temperature != [0.0]:
+        if at_one == at_temperature and at_temperature != [0.0]:
             raise R3LiteError(
-                f"{self.link.url} returns log-probabilities without --temperature", RAW, code="vllm-raw-logprobs"
+                f"{self.link.url} returns log-probabilities without --temperature", RAW_REMEDY, code="vllm-raw-logprobs"
             )
 
     def sample(
@@ -131,6 +135,7 @@ class VllmServer:
         sequences = [ticket.sequence() for ticket in tickets]
         try:
             with closing(Fetcher(retrieve)) as fetcher, ThreadPoolExecutor(len(tickets), "turns") as pool:
+                # `list` waits for all episodes, and raises the first error.
                 list(pool.map(lambda sequence: self._finish(sequence, fetcher), sequences))
         except Unanswered as error:
             self.name = ""  # vLLM may have been restarted, and then has no adapter
@@ -139,7 +144,7 @@ class VllmServer:
         return sequences
 
     def _load(self, adapter: AdapterFiles) -> None:
-        """Makes vLLM load an adapter and unload the previous one."""
+        """Makes vLLM load an adapter and unload the one before; does nothing if it has loaded this one already."""
         name = f"r3lite-{adapter.version[:16]}"
         if name == self.name:
             return
@@ -176,7 +181,10 @@ class VllmServer:
                 layout.close_turn(sequence)
 
     def _sample_turn(self, sequence: Sequence, layout: Layout) -> None:
-        """Samples a turn. Asks vLLM again if it ends the turn early, as after a padding row of the embedding."""
+        """Samples a turn. Asks vLLM again if its completion ends before the turn does.
+
+        A completion is also cut before a token id of the model's padding rows, which is no token of the vocabulary.
+        """
         for _ in range(TRIES):
             for token, logprob in self._completion(sequence, layout):
                 if token >= layout.tokenizer.size:
@@ -198,7 +206,7 @@ class VllmServer:
             "model": self.name,
             "prompt": sequence.tokens,
             "max_tokens": max(1, min(turn_tokens, episode_tokens)),
-            "seed": sequence.stream.source.getrandbits(62),
+            "seed": sequence.stream.source.getrandbits(62),  # a new seed for each request, drawn from the episode's
             "temperature": self.config.sampling.temperature,
             "stop": list(layout.protocol.stop_strings),
             "stop_token_ids": [layout.tokenizer.stop_id],
@@ -206,12 +214,12 @@ class VllmServer:
         return self.link.ask("/v1/completions", request, server="vLLM", read=self._tokens, remedy=UPDATE)
 
     def _tokens(self, reply: Record) -> list[tuple[int, float]]:
-        """Returns token ids with their log-probabilities; `_sample_turn` handles padding rows of the embedding."""
+        """Returns token ids with their log-probabilities. The ids may be those of padding rows (see `_sample_turn`)."""
         model = reply.text("model")
         if model != self.name:
             raise InvalidRecord(f"the model is {shown(model)}, not {self.name}", code="vllm-model-differs")
         completion = reply.records("choices", minimum=1)[0]
-        ids = whole_numbers(completion, "token_ids", IDS)
+        ids = whole_numbers(completion, "token_ids", ID_LIMIT)
         logprobs = _logprobs(reply)
         if len(ids) != len(logprobs):
             raise InvalidRecord(

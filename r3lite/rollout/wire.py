@@ -1,8 +1,8 @@
-"""What crosses the network between a trainer and those that sample for it: adapters, questions and episodes.
+"""The messages between a trainer and the machines that sample for it: adapters, questions and episodes.
 
-An episode crosses as token ids, action mask and log-probabilities, with its steps for the log: nothing is tokenized
-again. Everything is read with distrust: what a server sends is either what a trainer could have sampled by itself, or
-raises InvalidRecord.
+An episode is sent as token ids, action mask and log-probabilities, so that nothing is tokenized again, and with its
+steps, for the log. All of it is checked: an episode that the trainer could not have sampled by itself raises
+InvalidRecord.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from r3lite.protocols.tokenizer import ROLES
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.uniforms import Uniforms
 
-# Bounds of a log-probability: fp32 has no lower number, and rounding lifts none further above 0.
+# Bounds of a log-probability: about the lowest number of fp32, and the most that rounding adds to 0.
 LOWEST = -3.4e38
 HIGHEST = 1e-3
 
@@ -31,8 +31,8 @@ HIGHEST = 1e-3
 class EpisodeLimits:
     """The limits of the episodes that a trainer could have sampled by itself."""
 
-    vocabulary: int  # token ids are below it
-    max_length: int  # tokens
+    vocabulary: int  # all token ids are below this number
+    max_length: int  # most tokens of an episode
 
     @staticmethod
     def of(layout: Layout) -> "EpisodeLimits":
@@ -59,7 +59,7 @@ class AdapterFiles:
     def write(self, folder: Path) -> None:
         """Writes the two files. Each replaces its old version in one operation.
 
-        They are not overwritten in place: a server that another thread sent to the folder may have them mapped.
+        They are not overwritten in place: vLLM may have mapped them into its memory.
         Raises InvalidRecord if the body is not two files.
         """
         config, zero, weights = self.body.partition(b"\0")
@@ -74,12 +74,12 @@ class AdapterFiles:
 
 @dataclass(frozen=True)
 class Ticket:
-    """An episode to sample, from its question and seed. With `start` it ends an earlier episode in another way."""
+    """An episode to sample, from its question and seed. With `start`, it goes on from the first steps of another."""
 
     question: Question
     seed: str
     index: int  # position among the episodes that are sampled together
-    start: tuple[Sequence, int] | None = None  # the earlier episode, and how many of its first steps are kept
+    start: tuple[Sequence, int] | None = None  # that other episode, and how many of its steps are kept
 
     def sequence(self) -> Sequence:
         """Returns the sequence as it is before sampling: empty, or with the steps that `start` keeps."""
@@ -96,16 +96,16 @@ def identity_of(facts: Mapping[str, str]) -> str:
 
 
 def tickets_to_json(tickets: list[Ticket]) -> dict:
-    """Returns the body of a request: each question once, without its answers, which only rewards need."""
+    """Returns the body of a request: each question once, and without its answers, which only the trainer needs."""
     questions: list[dict] = []
-    index_of_question: dict[int, int] = {}
+    index_of_question: dict[int, int] = {}  # by the id() of the question
     episodes = []
     for ticket in tickets:
-        question = id(ticket.question)
-        if question not in index_of_question:
-            index_of_question[question] = len(questions)
+        key = id(ticket.question)
+        if key not in index_of_question:
+            index_of_question[key] = len(questions)
             questions.append(_question_to_json(ticket.question))
-        episode = {"question": index_of_question[question], "seed": ticket.seed}
+        episode = {"question": index_of_question[key], "seed": ticket.seed}
         if ticket.start is not None:
             sequence, steps = ticket.start
             episode |= {"begun": sequence_to_json(sequence), "steps": steps}
@@ -188,10 +188,10 @@ def sequence_from_json(
     limits: EpisodeLimits,
     index: int = 0,
 ) -> Sequence:
-    """Returns a finished sequence. Its values are 0, because no critic has seen it.
+    """Returns a finished sequence. The critic's values in it are 0, since a server runs no critic.
 
     Raises InvalidRecord unless its parts fit the limits and one another. Each step must end at a sampled token, and the
-    last step at the last token: rewards belong to these tokens. Only the last step may have an answer.
+    last step at the last token, since these tokens get the rewards. Only the last step may have an answer.
     """
     tokens = whole_numbers(record, "tokens", limits.vocabulary)
     if len(tokens) > limits.max_length:
@@ -230,7 +230,7 @@ def sequence_from_json(
 
 
 def check_start(sequence: Sequence, start: Sequence) -> None:
-    """Raises InvalidRecord unless a sequence goes on from `start`: the prompt of its question, or its first steps."""
+    """Raises InvalidRecord unless a sequence begins with the tokens, action mask and log-probabilities of `start`."""
     prefix = sequence.first(len(start.tokens))
     same_tokens = prefix.tokens == start.tokens and prefix.action_mask == start.action_mask
     if not same_tokens or prefix.logprobs != start.logprobs:
@@ -240,7 +240,7 @@ def check_start(sequence: Sequence, start: Sequence) -> None:
 
 
 def whole_numbers(record: Record, key: str, limit: int) -> list[int]:
-    """Returns a list of whole numbers from 0 up to, and without, `limit`; raises InvalidRecord."""
+    """Returns a list of whole numbers from 0 to `limit` - 1; raises InvalidRecord."""
     numbers = record.items(key)
     if not all(type(number) is int and 0 <= number < limit for number in numbers):
         raise record.wrong(key, f"a list of whole numbers from 0 to {limit - 1:,}")
@@ -248,7 +248,7 @@ def whole_numbers(record: Record, key: str, limit: int) -> list[int]:
 
 
 def log_probabilities(record: Record, key: str) -> list[float]:
-    """Returns a list of log-probabilities; raises InvalidRecord. Rounding may have lifted some a little above 0."""
+    """Returns a list of log-probabilities; raises InvalidRecord. Because of rounding, some may be a little above 0."""
     numbers = record.items(key)
     if not all(type(number) in (int, float) and LOWEST <= number <= HIGHEST for number in numbers):
         raise record.wrong(key, "a list of log-probabilities")

@@ -135,7 +135,7 @@ def add_descriptions(app: FastAPI, desk: Desk, needs_token: bool, max_requests: 
 
 
 def add_errors(app: FastAPI) -> None:
-    """Answers every error in one form: no file path, no stack trace, and of the request at most a short name."""
+    """Answers every error in one form: without file paths and stack traces, and with at most a name of the request."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, Refusal):
@@ -154,7 +154,8 @@ def problem_of(request: Request, error: RequestValidationError) -> str:
     """Says what is wrong with a body, and where."""
     if "json" not in request.headers.get("content-type", ""):
         return "The header Content-Type must be application/json."
-    # Where a field may have several types, there is a problem for each. The type that fits best got furthest.
+    # Where a field may have several types, there is a problem for each type. The longest location is that of the type
+    # which fits best.
     problem = max(error.errors(), key=lambda each: len(each["loc"]))
     parts = map(str, problem["loc"][1:])
     place = ".".join(part for part in parts if KEY.fullmatch(part))

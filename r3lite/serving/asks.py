@@ -1,4 +1,4 @@
-"""What the server is asked and what it answers, and the interface of what finds the answers.
+"""The requests and answers of the server, and the interface of the model behind it.
 
 Knows no model, and of HTTP only the status of a refusal.
 """
@@ -10,7 +10,7 @@ from typing import Any, Protocol
 MODES = ("chat", "reasoning", "search")
 
 Message = dict[str, str]  # role and content
-Tell = Callable[[dict[str, Any]], None]
+Tell = Callable[[dict[str, Any]], None]  # takes an event of the progress of an answer
 
 
 class Refusal(Exception):
@@ -28,8 +28,8 @@ class Refusal(Exception):
 class Ask:
     """One request: a text, the mode and the adapter that answer it, and the `earlier` messages.
 
-    A sampling setting that is None has the server's value. The turn is remembered in the `conversation`, if there is
-    one; with `retry` it replaces the last turn.
+    A sampling setting that is None has the server's value. The text and its answer become a turn of the `conversation`,
+    if there is one; with `retry` they replace its last turn.
     """
 
     text: str
@@ -47,7 +47,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class NumberedPassage:
-    """A passage that was found, numbered in the order in which it was first found; `cited` if it has the answer."""
+    """A passage that was found. Numbers follow the order in which passages were first found.
+
+    `cited` is True if the passage has the answer word for word.
+    """
 
     number: int
     id: str
@@ -58,7 +61,10 @@ class NumberedPassage:
 
 @dataclass(frozen=True)
 class ServedAnswer:
-    """The end of an ask. `finish` is answered, cut_off or malformed; `why` says why there is no answer."""
+    """The answer to an ask. `finish` is answered, cut_off or malformed.
+
+    `why` says why there is no answer; None if there is one.
+    """
 
     final_answer: str
     reasoning_trace: str
@@ -67,8 +73,8 @@ class ServedAnswer:
     sources: list[NumberedPassage]
     finish: str
     why: str | None
-    failed: bool  # the retriever failed on a query
-    prompt_tokens: int  # given: the prompt and the documents
+    failed: bool  # True if the retriever failed on a query
+    prompt_tokens: int  # of the prompt and the documents
     completion_tokens: int  # written by the model
     mode: str = field(kw_only=True)
     adapter: str = field(kw_only=True)
@@ -97,9 +103,9 @@ class Answering(Protocol):
         """Makes a joined ask end soon; nobody waits for its answer."""
 
     def iterate(self) -> list[tuple[Any, ServedAnswer | None]]:
-        """Goes on with all joined asks for a moment; returns those that have ended, with their answers.
+        """Goes on with all joined asks for a moment; returns the prepared asks that have ended, with their answers.
 
-        None instead of an answer: this ask has failed, for a reason that does not concern the others.
+        An ask that has failed has None instead of an answer; the reason does not concern the other asks.
         """
 
     def restart(self) -> None:

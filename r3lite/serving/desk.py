@@ -1,4 +1,4 @@
-"""Takes requests in: checks limits, selects mode and adapter, remembers conversations, and follows the answer.
+"""Takes requests: checks limits, selects mode and adapter, remembers conversations, and passes on the answer.
 
 Knows of HTTP only the status of a refusal.
 """
@@ -25,10 +25,9 @@ class ClientRates:
     """A bucket for each client (RFC 2697's idea): it holds `per_minute` requests, and fills up as time passes."""
 
     per_minute: int
-    clock: Callable[[], float]
-    _buckets: OrderedDict[str, tuple[float, float]] = field(
-        default_factory=OrderedDict
-    )  # requests left, and the time of that count
+    clock: Callable[[], float]  # returns seconds
+    # By client: the requests that are left, and the time at which there were so many.
+    _buckets: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)
 
     def seconds_to_wait(self, client: str) -> float:
         """Returns 0 if the client may ask now, and counts the request; else the seconds until it may ask."""
@@ -36,11 +35,15 @@ class ClientRates:
         requests, updated = self._buckets.pop(client, (float(self.per_minute), time))
         requests += (time - updated) * self.per_minute / 60
         requests = min(float(self.per_minute), requests)
-        allowed = requests >= 1
-        self._buckets[client] = (requests - 1 if allowed else requests, time)
+        seconds = 0.0
+        if requests >= 1:
+            requests -= 1
+        else:
+            seconds = (1 - requests) * 60 / self.per_minute
+        self._buckets[client] = (requests, time)
         if len(self._buckets) > CLIENTS:
-            self._buckets.popitem(last=False)
-        return 0.0 if allowed else (1 - requests) * 60 / self.per_minute
+            self._buckets.popitem(last=False)  # the client that was silent longest
+        return seconds
 
 
 @dataclass
@@ -81,9 +84,8 @@ class Conversations:
     max_turns: int  # of one conversation
     max_conversations: int
     max_bytes: int  # of text, in all conversations
-    _turns_of: dict[str, deque[tuple[str, str]]] = field(
-        default_factory=dict
-    )  # (question, answer), by the id of the conversation
+    # By the id of the conversation: its turns, each a question and its answer.
+    _turns_of: dict[str, deque[tuple[str, str]]] = field(default_factory=dict)
 
     @property
     def text_bytes(self) -> int:
@@ -95,8 +97,7 @@ class Conversations:
         return total
 
     def messages(self, id: str | None, all_but_last: bool = False) -> tuple[Message, ...]:
-        """Returns the messages of a conversation so far; `all_but_last`: without its last turn, which is tried
-        again."""
+        """Returns the messages of a conversation so far; with `all_but_last`, without those of its last turn."""
         turns = list(self._turns_of.get(id, ()))
         if all_but_last:
             turns = turns[:-1]
@@ -107,9 +108,12 @@ class Conversations:
         return tuple(messages)
 
     def add(self, id: str, question: str, answer: str, in_place_of_last: bool = False) -> None:
-        """Remembers a turn, and forgets what exceeds the limits."""
+        """Remembers a turn, and forgets what exceeds the limits.
+
+        With `in_place_of_last`, the turn replaces the last one.
+        """
         turns = self._turns_of.pop(id, deque(maxlen=self.max_turns))
-        self._turns_of[id] = turns
+        self._turns_of[id] = turns  # as the newest conversation
         if in_place_of_last and turns:
             turns.pop()
         turns.append((question, answer))
@@ -122,7 +126,7 @@ class Conversations:
 
 
 class Desk:
-    """Takes asks in, as far as the limits allow, and follows their answers."""
+    """Takes asks, as far as the limits allow, and passes on their answers."""
 
     def __init__(self, worker: AnsweringThread, limits: LimitSettings, modes: ModeSettings, clock: Callable[[], float]):
         self.worker = worker
@@ -132,16 +136,17 @@ class Desk:
         self.adapters = worker.answering.adapters
         self.rates = ClientRates(limits.requests_per_minute, clock)
         self.places = Places(limits.max_requests, limits.max_requests_per_client)
-        self.reader = ThreadPoolExecutor(1, thread_name_prefix="prepare")  # a long text takes a moment to tokenize
+        # Prepares asks away from the event loop, since a long text takes a moment to tokenize.
+        self.preparer = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self.conversations = Conversations(modes.memory_turns, modes.conversations, modes.memory_kib << 10)
 
     def resolve(
         self, text: str, mode: str, adapter: str | None, conversation: str | None = None, retry: bool = False
     ) -> Ask:
-        """Returns the ask with a mode that answers it, the adapter of that mode if none is named, and the messages
-        before it. Raises Refusal.
+        """Returns the ask of a request: mode auto becomes the mode that fits, and adapter None that mode's adapter.
 
-        With `retry` the last turn of the conversation is tried again.
+        It has the conversation's messages so far, without the last turn if that is tried again (`retry`). Raises
+        Refusal.
         """
         if not text.strip():
             raise Refusal(400, "empty", "The question is empty.")
@@ -163,9 +168,9 @@ class Desk:
         )
 
     async def answer(self, client: str, ask: Ask, follows: bool) -> AsyncGenerator[dict[str, Any] | ServedAnswer, None]:
-        """Yields `{"type": "start"}` when the ask has been taken in, its progress if it `follows`, and the answer.
+        """Yields `{"type": "start"}` once the ask is accepted, then its progress if `follows` is true, then the answer.
 
-        Raises Refusal. When it is closed, or ends in any other way, the ask is stopped and its place is free.
+        Raises Refusal. When this generator ends, or is closed, the ask is stopped and its place is free.
         """
         self.places.take(client)
         job = Job(ask)
@@ -173,7 +178,7 @@ class Desk:
         try:
             tell = job.put if follows else None
             loop = asyncio.get_running_loop()
-            job.prepared = await loop.run_in_executor(self.reader, self.worker.answering.prepare, ask, tell)
+            job.prepared = await loop.run_in_executor(self.preparer, self.worker.answering.prepare, ask, tell)
             self.worker.submit(job)
             yield {"type": "start", "mode": ask.mode, "adapter": ask.adapter}
             while True:

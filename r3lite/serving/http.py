@@ -1,6 +1,4 @@
-"""HTTP around an ask: what a connection may take, what every request passes before it is read, and how its answer is
-sent.
-"""
+"""HTTP around an ask: the limits of a connection, the checks of every request, and how its answer is sent."""
 
 import asyncio
 import hmac
@@ -26,19 +24,20 @@ OPEN_PATHS = ("/", "/api/health")  # need no token: the page itself asks the use
 
 Event = dict[str, Any] | ServedAnswer | Refusal  # the last event of an ask is a ServedAnswer or a Refusal
 Events = AsyncGenerator[dict[str, Any] | ServedAnswer, None]
-Texts = Callable[[Event], Iterable[str]]
+Texts = Callable[[Event], Iterable[str]]  # the texts that are sent for an event of a stream
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP/1.1 with time limits: uvicorn itself waits without end for a head, and for a reply to be read.
+    """uvicorn's HTTP/1.1 with time limits: uvicorn itself waits without end for the head of a request, and until a
+    client has read a reply.
 
     The time for a head begins with the connection or with the end of a reply. The time for a reply to be read begins
     when the client has left so much unread that nothing more can be sent.
     """
 
     limits = CONNECTION_LIMITS
-    _late_head: asyncio.TimerHandle | None = None
-    _late_reader: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _reader_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -46,52 +45,52 @@ class Connection(H11Protocol):
             transport.write(bytes_of(TOO_MANY_CONNECTIONS))
             transport.close()
         else:
-            self._watch()
+            self._update_head_timer()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._update_head_timer()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        self._watch()
+        self._update_head_timer()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._late_reader is None:
-            self._late_reader = self.loop.call_later(self.limits.seconds, self.transport.abort)
+        if self._reader_timer is None:
+            self._reader_timer = self.loop.call_later(self.limits.seconds, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._end_reader_time()
+        self._cancel_reader_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end_head_time()
-        self._end_reader_time()
+        self._cancel_head_timer()
+        self._cancel_reader_timer()
         super().connection_lost(exc)
 
-    def _watch(self) -> None:
-        """Starts the timer if a head is awaited and no timer runs; stops it once the head is there."""
+    def _update_head_timer(self) -> None:
+        """Starts the timer if a head is awaited and no timer runs; cancels it once the head is there."""
         is_awaited = self.cycle is None or self.cycle.response_complete
         if not is_awaited:
-            self._end_head_time()
-        elif self._late_head is None:
+            self._cancel_head_timer()
+        elif self._head_timer is None:
             # Not `close`, which waits until the client has read all that was sent.
-            self._late_head = self.loop.call_later(self.limits.seconds, self.transport.abort)
+            self._head_timer = self.loop.call_later(self.limits.seconds, self.transport.abort)
 
-    def _end_head_time(self) -> None:
-        if self._late_head is not None:
-            self._late_head.cancel()
-            self._late_head = None
+    def _cancel_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _end_reader_time(self) -> None:
-        if self._late_reader is not None:
-            self._late_reader.cancel()
-            self._late_reader = None
+    def _cancel_reader_timer(self) -> None:
+        if self._reader_timer is not None:
+            self._reader_timer.cancel()
+            self._reader_timer = None
 
 
 def encodable(text: str) -> str:
-    """Returns the text if it can be encoded: JSON can escape half of a character, which no tokenizer takes."""
+    """Returns the text; raises ValueError if it has half of a surrogate pair, which only JSON can encode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -166,6 +165,7 @@ class RequestGuard:
         unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> Message:
+            """Returns the body, which was read above, as one message; then what comes after it."""
             return unread.pop() if unread else await receive()
 
         await self.app(scope, replay, send)
@@ -199,9 +199,9 @@ class RequestGuard:
 
 
 def announced_size(headers: Headers) -> int:
-    """Returns the bytes of the body as the head announces them; 0 if it does not."""
+    """Returns how many bytes the head announces for the body; 0 if it announces none."""
     text = headers.get("content-length", "0")
-    return int(text[:20]) if text.isdecimal() else 0
+    return int(text[:20]) if text.isdecimal() else 0  # 20 digits are beyond any limit
 
 
 def client_of(scope: Scope) -> str:
@@ -214,8 +214,8 @@ async def respond(
 ) -> Response:
     """Returns the response to an ask.
 
-    With `texts` it is a stream with a line for each of the texts that `texts` makes of an event; else JSON, which
-    `reply` makes of the answer.
+    Without `texts`, it is the JSON that `reply` makes of the answer. With `texts`, it is a stream of all events, with a
+    line for each text that `texts` makes of an event.
     """
     events = desk.answer(client_of(request.scope), ask, follows=texts is not None)
     start = await anext(events)  # before the response begins, so that a Refusal still sets the status
@@ -226,7 +226,7 @@ async def respond(
 
 
 async def _with_refusal(start: dict[str, Any], events: Events) -> AsyncIterator[Event]:
-    """Yields all events; a refusal is the last one."""
+    """Yields `start` and all further events. A Refusal that ends them is yielded, not raised."""
     async with aclosing(events):
         yield start
         try:

@@ -21,8 +21,8 @@ from r3lite.serving.asks import Ask, Message, Refusal, ServedAnswer
 from r3lite.serving.desk import AUTO, Desk
 from r3lite.serving.http import Event, Text, respond
 
-# The body and its messages may have further fields. A field that is in neither of the two tables below is refused.
-# Fields that are ignored, whatever their value: they change no answer.
+# Fields that the body and its messages may have beside those of the classes below. All others are refused.
+# These are ignored, whatever their value: they change no answer.
 HARMLESS = {
     "user",
     "metadata",
@@ -36,7 +36,7 @@ HARMLESS = {
     "refusal",
     "annotations",
 }
-# Fields that are accepted only with these values, which ask for what is done without the field.
+# These are accepted only with these values, which mean the same as leaving the field out.
 NEUTRAL: dict[str, list[Any]] = {
     "n": [1],
     "stop": [[], ""],
@@ -197,7 +197,7 @@ class ChatReply:
 
     head: dict[str, Any]  # fields that all chunks have in common
     mode: str
-    with_usage: bool  # in a stream, the numbers of tokens get a chunk of their own; else they are in the last chunk
+    with_usage: bool  # True if, in a stream, the numbers of tokens are a chunk of their own, not part of the last one
     sent: str = ""  # the part of the answer that was streamed so far
 
     def completion(self, answer: ServedAnswer) -> dict[str, Any]:
@@ -221,8 +221,8 @@ class ChatReply:
         elif event["type"] == "start":
             yield self._chunk({"role": "assistant", "content": ""})
         elif self.mode != "chat":
-            # The end of a step is a line break between its turn and the next one.
-            yield self._chunk({"reasoning_content": event["text"] if event["type"] == "text" else "\n"})
+            piece = event["text"] if event["type"] == "text" else "\n"  # a line break between the turns of two steps
+            yield self._chunk({"reasoning_content": piece})
         elif event["type"] == "text":
             piece = (event["answer"] or "").removeprefix(self.sent)
             if piece:
@@ -230,8 +230,8 @@ class ChatReply:
                 yield self._chunk({"content": piece})
 
     def _last_chunks(self, answer: ServedAnswer) -> Iterator[str]:
-        # What was streamed may not be the answer's beginning: a text may turn out to be a thought only at `</think>`.
-        # Then nothing more of the answer is sent.
+        # If the answer does not begin with what was streamed, nothing more of it is sent: a text may turn out to be a
+        # thought only when `</think>` comes.
         if answer.final_answer.startswith(self.sent):
             unsent = answer.final_answer.removeprefix(self.sent)
             if unsent:

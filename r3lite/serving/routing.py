@@ -14,7 +14,8 @@ WRITING = re.compile(
     r"correct|proofread|tell me a (joke|story)|continue)\b",
     re.IGNORECASE,
 )
-# Of sums, `-` and `/` have blanks around them, since dates and ranges of years have none; a year is no amount.
+# `-` and `/` count as signs of a sum only with blanks around them: dates and ranges of years have none. After "how
+# many", a number counts unless it is a year.
 REASONING = re.compile(
     r"\b(step by step|calculate|compute|solve|prove|derive|deduce|infer|logic(al(ly)?)?|puzzle|riddle|probability|"
     r"explain why|how would|what (would|happens?) if|if all|suppose|assume|reason(ing)? about)\b"

@@ -12,17 +12,17 @@ from r3lite.serving.asks import Ask, NumberedPassage, ServedAnswer, Tell
 
 
 @dataclass
-class Growing:
-    """An ask, the transcript that answers it, and the text of its turns so far."""
+class GrowingAnswer:
+    """An answer while the model writes it: the ask, the transcript of the answer, and the text of its turns so far."""
 
     ask: Ask
     transcript: Transcript
     protocol: Protocol
-    tell: Tell | None  # None: the answer alone is wanted
+    tell: Tell | None  # None: nobody wants the progress
     turns: list[str] = field(default_factory=lambda: [""])
 
-    def hear(self, piece: str) -> None:
-        """Takes a piece of the current turn and sends it, with what it means so far."""
+    def take_text(self, piece: str) -> None:
+        """Takes a piece of the current turn; sends it, with the analysis, query and answer of the turn so far."""
         self.turns[-1] += piece
         if self.tell is None:
             return
@@ -39,8 +39,8 @@ class Growing:
             }
         )
 
-    def look(self, transcript: Transcript) -> None:
-        """Takes the end of a step and sends it, with the passages of its query."""
+    def take_step(self, transcript: Transcript) -> None:
+        """Ends the current turn; sends the step that it ends, with the passages of its query."""
         self.turns.append("")
         if self.tell is None:
             return
@@ -52,9 +52,9 @@ class Growing:
         self.tell({"type": "step", **record, "documents": passages, "failed": failed})
 
     def answer(self, why: str) -> ServedAnswer:
-        """Returns the answer; `why` says why there is none.
+        """Returns the answer. If there is none, `why` is the reason that the reply names.
 
-        Of a chat that was cut off, the text so far is the answer.
+        The answer of a chat that was cut off is the text so far.
         """
         episode = self.transcript.episode()
         trace = "\n".join(turn for turn in self.turns if turn)
@@ -81,7 +81,7 @@ class Growing:
     def _heading_characters(self, analysis: str) -> int:
         """Returns how many characters at the end of an analysis may be the beginning of the heading that follows it."""
         longest = 0
-        # Each step is rendered with "\0" as its texts: between the two "\0" is what separates its parts.
+        # A step whose texts are "\0" is rendered: between the two "\0" stands the heading that separates them.
         for step in (Step.asking("\0", "\0"), Step("\0", answer="\0")):
             parts = self.protocol.render(step, 1).split("\0")
             if len(parts) != 3:

@@ -1,7 +1,7 @@
 """The thread that answers, and the jobs that it and the server's event loop share.
 
-The event loop submits jobs and awaits their events; the thread joins them to those that are being answered. A
-client that stops waiting stops its job, whose place is free at the next token.
+The event loop submits jobs and awaits their events; the thread answers all jobs at the same time. If a client stops
+waiting, its job is stopped at the next token.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ class AnsweringThread:
         self._thread.join()
 
     def _run(self) -> None:
-        while self._take():
+        while self._join_incoming():
             for job in self._jobs.values():
                 if job.stopped:
                     self.answering.leave(job.prepared)
@@ -69,8 +69,11 @@ class AnsweringThread:
                 self._jobs.pop(id(prepared)).put(answer)
         self.answering.close()
 
-    def _take(self) -> bool:
-        """Joins the jobs that have come, waiting for one if there is nothing to do; returns False at the end."""
+    def _join_incoming(self) -> bool:
+        """Begins the jobs that were submitted; waits for one if there are none. Returns False if the thread must end.
+
+        With jobs under way it does not wait.
+        """
         while not self._jobs or not self._incoming.empty():
             job = self._incoming.get()
             if job is None:

@@ -1,8 +1,9 @@
 """The settings of every command. The sections are in files by subject; all of them can be imported from here.
 
-Bounds and traits stand at the setting (see core/config.py): whether a resumed run may change it, whether it must be
-given. The classes below are the settings of the commands whose work is done in other folders; the other commands put
-their sections together in their own file. The docstring of each is its `--help`.
+Bounds and traits are in a setting's annotation (see core/config.py). They say, for example, whether a resumed run may
+change the setting, and whether it must be given. Each class below has the settings of a command whose work is done in
+other folders, and its docstring is the command's `--help`. The settings of the other commands are in the commands' own
+files.
 """
 
 import math
@@ -85,9 +86,9 @@ class SftConfig(CommandConfig):
         return self.sft.batch_size * self.sft.gradient_accumulation
 
     def steps_and_row_limit(self, rows: int) -> tuple[int, int | None]:
-        """Returns the optimizer steps of the run, and the number of rows after which it ends.
+        """Returns the optimizer steps of the run, and the number of rows after which it ends; `rows` are its data.
 
-        The latter is None if --max-steps decides.
+        The number of rows after which it ends is None if --max-steps decides the end.
         """
         if self.schedule.max_steps is not None:
             return self.schedule.max_steps, None
@@ -186,8 +187,7 @@ class CollectConfig(SamplingConfig):
             "--source self or --teacher-logprobs",
             loads_model,
         ),
-        # Without a model that samples, --baseline needs these, too: it cuts documents with the model's tokenizer, as an
-        # episode does.
+        # --baseline uses these without sampling: it cuts documents with the model's tokenizer, as episodes do.
         NeedsOthers(
             "thinking max_new_tokens max_length",
             "--source self, --teacher-logprobs or --baseline",

@@ -5,16 +5,16 @@ from urllib.parse import urlsplit
 
 from r3lite.core.errors import UsageError
 
-SERVICES = ("exa", "duckduckgo")  # that search the web
+SERVICES = ("exa", "duckduckgo")  # services that search the web
 
 
 def is_server(place: str) -> bool:
-    """Tells whether the place of a retriever is an address or a service of the web, and not an index folder."""
+    """Tells whether a retriever's place is the address of a server or one of SERVICES, and not an index folder."""
     return "://" in place or place in SERVICES
 
 
 def collection_server(address: str) -> str | None:
-    """Returns the HTTP form of the address of a Qdrant collection; None if it is no such address.
+    """Returns the HTTP address of the server of a Qdrant collection; None if `address` is not that of a collection.
 
     The address of a collection begins with qdrant:// or qdrant+https://.
     """
@@ -25,7 +25,10 @@ def collection_server(address: str) -> str | None:
 
 
 def check_address(setting: str, address: str, example: str) -> None:
-    """Raises UsageError unless an address is that of a server. The error does not quote it: it may hold a password."""
+    """Raises UsageError unless an address is that of an HTTP server and has no password.
+
+    The error calls the address `setting` and does not quote it, because it may hold a password.
+    """
 
     def wrong(problem: str) -> UsageError:
         return UsageError(f"{setting} {problem}; pass one such as {example}", code="bad-address")
@@ -33,8 +36,8 @@ def check_address(setting: str, address: str, example: str) -> None:
     try:
         parts = urlsplit(address)
         host = parts.hostname
-        parts.port  # noqa: B018  (raises for a bad one)
-    except ValueError:  # a bad IPv6 address or port
+        parts.port  # noqa: B018  (raises ValueError if the port is wrong)
+    except ValueError:  # a wrong IPv6 address or port
         raise wrong("is not an address") from None
     if parts.username is not None or parts.password is not None:
         raise wrong("contains a user or password, which would be written to files and messages")

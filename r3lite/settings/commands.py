@@ -148,7 +148,7 @@ class TeacherCacheSettings(Section):
     """number of most likely tokens kept of each distribution"""
 
 
-# The values of --baseline as reports name them.
+# What reports call the values of --baseline.
 BASELINES = {
     "rag": "plain RAG", "closed-book": "closed book", "gold": "gold paragraphs", "no-retrieval": "no retrieval",
     "single-retrieval": "single retrieval",
@@ -156,7 +156,7 @@ BASELINES = {
 
 
 def with_baseline(name: str, settings: dict) -> str:
-    """Returns the name of an evaluation with these settings, followed by the name of its --baseline, if it has one."""
+    """Returns the name of an evaluation with these settings, with its --baseline in brackets, if it has one."""
     baseline = BASELINES.get(str(settings.get("baseline")))
     return f"{name} ({baseline})" if baseline else name
 
@@ -186,7 +186,10 @@ class EvaluateSettings(Section):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Returns the evaluations of --compare, pair by pair; raises UsageError if its lists are not of one length."""
+        """Returns the pairs of evaluations in --compare.
+
+        Raises UsageError if the two lists differ in length, or if a pair is there twice.
+        """
         first, second = map(_names_in, self.compare or ("", ""))
         if len(first) != len(second):
             problem = f"--compare has lists of {len(first)} and {len(second)} evaluations"

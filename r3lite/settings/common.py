@@ -1,4 +1,4 @@
-"""Settings that every command has, and how weights and amounts of memory are read."""
+"""Settings that every command has, and how NAME=WEIGHT and amounts of memory are read."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from r3lite.core.config import Basic, Bounds, Free, Frozen, OfRun, Origin, Secti
 from r3lite.core.needs import NeedsOthers, check_used
 from r3lite.settings.conditions import writes_file
 
-# Bytes.
+# Bytes of each unit of memory.
 UNITS = {
     "GIB": 1 << 30,
     "MIB": 1 << 20,
@@ -24,7 +24,7 @@ class Common(Section):
 
     needs: ClassVar = (NeedsOthers("output", "commands that write a file", writes_file),)
 
-    # Free, because the other settings have taken over its values.
+    # Free, because a run's file has all settings that came from the preset.
     preset: Basic[Free[OfRun[str]]] = "laptop-4gb"
     """built-in set of defaults: hop-weighted, hotpotqa, laptop-4gb, laptop-4gb-1.5b, laptop-4gb-3b, r-search,
     r-search-dag, r3-rag, search-bonus, search-r1, solution or tiny"""
@@ -39,18 +39,19 @@ class Common(Section):
 
 
 class CommandConfig(Frozen):
-    """Holds what the settings of all commands begin with."""
+    """Base of the settings of every command."""
 
-    needs: ClassVar[tuple[NeedsOthers, ...]] = ()  # for settings whose sections other commands have, too
+    # The command's conditions for settings in sections that other commands have, too.
+    needs: ClassVar[tuple[NeedsOthers, ...]] = ()
 
     common: Common = Common()
-    # By setting: where the user set it, if its value differs from the preset's; `resolve` fills this.
+    # Where the user has set each setting whose value would be another otherwise, by name; filled by `resolve`.
     set_by_user: Mapping[str, Origin] = field(default_factory=dict, kw_only=True, compare=False)
-    # By setting: the index or the run that its value was taken from (core/inherited.py).
+    # The index or the adapters that a setting's value was taken from, by name; filled by `resolve` (core/inherited.py).
     inherited: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False)
 
     def check_settings(self, command: str) -> None:
-        """Raises UsageError if settings contradict each other, or if one that the user has set would have no effect.
+        """Raises UsageError if settings contradict each other, or if a setting that the user has set has no effect.
 
         `command` is the name of the command's table in a TOML file.
         """
@@ -62,11 +63,11 @@ class CommandConfig(Frozen):
 class Weighted(dict):
     """NAME=WEIGHT, or a table whose weight is 1 unless it is given. A dict, so that JSON and TOML files can hold it.
 
-    An equals sign before a slash belongs to a path, as in runs/lr=1e-4/gold.jsonl.
+    An equals sign before a slash belongs to NAME, which may be a path such as runs/lr=1e-4/gold.jsonl.
     """
 
     def __init__(self, entry: Any, key: str):
-        """`key` is the key of NAME in the table."""
+        """`entry` is the text or the table; `key` is the table's key for NAME."""
         if isinstance(entry, str):
             name, equals, weight = entry.rpartition("=")
             if equals and not re.search(r"[/\\]", weight):
@@ -84,14 +85,15 @@ class Weighted(dict):
 
 
 def rounded_up(number: float) -> int:
-    """Returns a number rounded up. What floats add to a product does not count: 0.55 x 100 is 55.00000000000001."""
+    """Returns a number rounded up, but not because of a rounding error: as a float, 0.55 x 100 is 55.00000000000001."""
     return math.ceil(number * (1 - 1e-12))
 
 
 def budget_bytes(text: str, setting: str = "--vram-budget") -> int:
-    """Returns the bytes of a budget such as 4GiB, 1300MiB or 3.5 GB; UsageError names the setting."""
+    """Returns the bytes of an amount such as 4GiB, 1300MiB or 3.5 GB; raises UsageError, which names the setting."""
     size = 0.0
-    if amount := re.fullmatch(r"(\d+\.?\d*|\.\d+)(GIB|MIB|GB|MB)", text.upper().replace(" ", "")):
+    amount = re.fullmatch(r"(\d+\.?\d*|\.\d+)(GIB|MIB|GB|MB)", text.upper().replace(" ", ""))
+    if amount:
         size = float(amount[1]) * UNITS[amount[2]]
     if not 0 < size < math.inf:
         raise UsageError(

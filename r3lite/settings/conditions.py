@@ -1,6 +1,6 @@
 """What settings of several sections together say about a run, as conditions of `NeedsOthers`.
 
-A condition takes all settings of a command. One that the command lacks is None.
+A condition takes `s`, all settings of a command. A setting that the command lacks is None.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from r3lite.settings.addresses import SERVICES, collection_server, is_server
 
 def formats(s: CommandSettings) -> set[str]:
     """Returns the formats in use: --format, or those of the sources that have steps."""
-    sources = s.sources or [{}]  # without sources: one that sets nothing, so that --format holds
+    sources = s.sources or [{}]  # without --sources: one source that sets no format, so that --format holds
     return {source.get("format", s.format) for source in sources if source.get("type", "qa") == "qa"}
 
 
 def uses_format(*names: str) -> Callable[[CommandSettings], bool]:
-    """Returns a condition that one of these formats is in use, or a user's own.
+    """Returns the condition that one of these formats is in use, or a format of the user's own.
 
-    A user's own format is a TOML file, which is not read here: it may be like any of these.
+    The user's own format is a TOML file, which is not read here. It may be like any of these formats.
     """
     return lambda s: any(name in names or str(name).endswith(".toml") for name in formats(s))
 
@@ -52,7 +52,7 @@ def has_documents(s: CommandSettings) -> bool:
 
 
 def has_search(s: CommandSettings) -> bool:
-    """Tells whether documents are searched for. `golden` does not search: it takes them from the question."""
+    """Tells whether documents are searched for. With `golden` they are not: it takes them from the question."""
     return has_documents(s) and s.retriever != "golden"
 
 
@@ -66,14 +66,14 @@ def reads_paragraphs(s: CommandSettings) -> bool:
 
 
 def chooses_procedure(s: CommandSettings) -> bool:
-    """Tells whether there are procedures and a question for which one is chosen."""
+    """Tells whether a procedure is chosen for a question."""
     if s.command == "procedures":
         return bool(s.match)
     return bool(s.procedures)
 
 
 def describes_procedures(s: CommandSettings) -> bool:
-    """Tells whether procedures are chosen by their descriptions, too."""
+    """Tells whether a procedure is also chosen by descriptions, which are then encoded."""
     return s.procedures_by == "both" and chooses_procedure(s)
 
 
@@ -90,12 +90,12 @@ def encodes(s: CommandSettings) -> bool:
 
 
 def encodes_with_model(s: CommandSettings) -> bool:
-    """Tells whether a model makes the vectors, and not the hashing of words."""
+    """Tells whether --encoder is a model, and not the hashing of words, and has something to encode."""
     return encodes(s) and s.encoder != "hashing"
 
 
 def makes_gold_trajectories(s: CommandSettings) -> bool:
-    """Tells whether trajectories are made from gold decompositions."""
+    """Tells whether `collect` makes trajectories from gold decompositions."""
     return s.source in ("gold", "documents") and s.baseline == "none"
 
 
@@ -116,6 +116,7 @@ def trains(s: CommandSettings) -> bool:
 
 
 def tunes_adapter(s: CommandSettings) -> bool:
+    """Tells whether no weights are trained but an adapter's: --no-lora is not set."""
     return not s.no_lora
 
 

@@ -11,18 +11,18 @@ from r3lite.core.needs import NeedsOthers
 from r3lite.settings.common import Weighted
 from r3lite.settings.protocol import FORMATS
 
-TYPES = ("qa", "chat", "coding", "function_calling", "r1")
+TYPES = ("qa", "chat", "coding", "function_calling", "r1")  # of sources
 KEYS = ("file", "weight", "name", "type", "format")
-DATA_SETS = ("hotpotqa", "2wiki", "musique")  # of the hub, by their short names
+DATA_SETS = ("hotpotqa", "2wiki", "musique")  # short names of data sets on the hub
 NAME_DATA = f"Pass a file; {', '.join(DATA_SETS)} with ,train or ,validation; or name,subset,split of a hub data set."
 
 
 def names_data_set(text: str) -> bool:
-    """Tells whether a value of --data has the form of a data set of the hub."""
+    """Tells whether a value of --data is a data set on the hub, by its form, and not a file."""
     return text.partition(",")[0].strip() in DATA_SETS or text.count(",") == 2
 
 
-DATA_FILE = InputPath(remedy=NAME_DATA, named=names_data_set)
+DATA_FILE = InputPath(remedy=NAME_DATA, is_name=names_data_set)
 
 
 class DataSettings(Section):
@@ -113,7 +113,9 @@ class SourceEntry(Weighted):
                 f"the source {name} has the weight {weight!r}; it must be a number above 0", code="source-weight"
             )
         for key, choices in (("type", TYPES), ("format", FORMATS)):
-            value = self.get(key, choices[0])
+            if key not in self:
+                continue
+            value = self[key]
             if value not in choices:
                 remedy = f"choose from {', '.join(choices)}{nearest(str(value), choices)}"
                 raise UsageError(f"the source {name} has the {key} {value!r}; {remedy}", code="source-value-unknown")

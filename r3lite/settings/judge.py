@@ -8,7 +8,7 @@ from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import check_address
 from r3lite.settings.conditions import judges
 
-GEMINI = "gemini-3.5-flash-lite"
+GEMINI = "gemini-3.5-flash-lite"  # the default of --judge-model
 
 
 class JudgeSettings(Section):
@@ -62,7 +62,7 @@ class JudgeSettings(Section):
 
     @property
     def local_model(self) -> str | None:
-        """The model of --judge local; None: the model of --model."""
+        """The model of --judge local; None: that of --model, as --judge-model is not set."""
         return None if self.judge_model == GEMINI else self.judge_model
 
     def check(self) -> None:

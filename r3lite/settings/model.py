@@ -95,8 +95,8 @@ class MemorySettings(Section):
         NeedsOthers("recompute_layers", "a run without --no-lora, which recomputes all layers", tunes_adapter),
     )
 
-    # Four of these settings are free: a checkpoint itself holds how the work is divided and whether the base is in NF4;
-    # see memory/shrinking.py.
+    # `vram_budget`, `quantize`, `nf4_cache` and `stream_layers` are free, because a checkpoint itself has the memory
+    # figures of the run and whether the base is in NF4; see memory/shrinking.py.
     vram_budget: Basic[Annotated[Free[str | None], Alias("memory_budget")]] = None
     """maximum memory, such as 1300MiB (default: 4GiB). The default is less if less is free on the device"""
     quantize: Basic[Free[Literal["auto", "none", "nf4"]]] = "auto"

@@ -21,11 +21,11 @@ from r3lite.settings.conditions import (
     searches_by_graph,
 )
 
-SOURCES = ("General", "News", "Academic")  # kinds that a plan knows
+SOURCES = ("General", "News", "Academic")  # the kinds of sources that a plan of searches (--format dag) can name
 RETRIEVERS = ("semantic", "lexical", "hybrid", "golden", "none")
 BUILD = "python -m r3lite.index --documents FOLDER (or --corpus FILE.jsonl)"  # the command that makes an index
 INDEX = InputPath("folder", f"Build one in a new folder: {BUILD} --output FOLDER")
-INDEX_OF_SOURCE = replace(INDEX, named=is_server, has_names=True)
+INDEX_OF_SOURCE = replace(INDEX, is_name=is_server, has_names=True)
 PASSAGES = InputPath(remedy="Pass a JSONL file of passages: id, title and text.")
 DOCUMENTS = InputPath("folder", "Pass a folder of documents, or passages in a JSONL file as --corpus.")
 ADDITION = InputPath("file or folder", "Pass a JSONL file of passages or a folder of documents.")
@@ -158,7 +158,7 @@ class RetrievalSettings(EncoderSettings):
 
     @property
     def has_passages(self) -> bool:
-        """Tells whether the passages that are searched are here, and not on a server or the web."""
+        """Tells whether the passages are on this machine, and not on a server or the web."""
         return not (self.is_remote or self.is_web)
 
     @property
@@ -171,7 +171,7 @@ class RetrievalSettings(EncoderSettings):
         """Returns the settings of the retriever of each kind of source that --source-index names."""
         by_source: dict[str, RetrievalSettings] = {}
         for source, place in map(name_and_path, self.source_index or ()):
-            # --query-cache is unset, too: all these retrievers share the cache that this section names.
+            # --query-cache is unset, too, as these retrievers use the cache of the retriever of this section.
             unset = ("corpus", "index", "source_index", "noise_rate", "query_cache")
             changes: dict[str, str | None] = dict.fromkeys(unset)
             if is_server(place):

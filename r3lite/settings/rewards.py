@@ -17,8 +17,9 @@ NAME = re.compile(r"\w+|\w+(\.\w+)*:\w+")  # a built-in reward, or package.modul
 class RewardEntry(Weighted):
     """NAME=WEIGHT, or a table of a name, a weight and the parameters of the reward, whose numbers are finite
 
-    Has `name`, `weight` (1 unless given), perhaps `first_weight`, that of a curriculum's first rounds, and the
-    parameters under their own names. Which rewards there are and what they take, `rewards/registry.py` knows.
+    The keys are `name`, `weight` (1 unless given), perhaps `first_weight` (the weight in the first rounds of a
+    curriculum), and the names of the reward's parameters. `rewards/registry.py` has the rewards and checks their
+    parameters.
     """
 
     def __init__(self, entry: Any):
@@ -45,7 +46,7 @@ class RewardSettings(Section):
     """Rewards."""
 
     needs: ClassVar = (
-        # Harmful: in a format without searches, no answer would be rewarded.
+        # Harmful: in a format without searches no episode has enough searches, so that no answer would be rewarded.
         NeedsOthers("least_searches", "a --format that searches", has_queries, harmful=True),
         NeedsOthers("search_bonus idle_query_penalty process_judge", "a --format that searches", has_queries),
         NeedsOthers("process_recall", "a --format that searches and a --retriever other than none", has_documents),

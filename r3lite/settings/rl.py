@@ -16,7 +16,7 @@ Algorithm = Literal[
     "hybrid", "dgpo",
 ]  # fmt: skip
 
-# The settings that --algorithm implies. The defaults below are those of ppo and grpo.
+# The settings that --algorithm implies. The algorithms that are not listed use the defaults of RLSettings.
 PAPERS = {
     "dr-grpo": {"kl_beta": 0.0},
     "dapo": {
@@ -31,8 +31,8 @@ PAPERS = {
 }  # fmt: skip
 
 
-# The rewards that --learn answer does not pay: they are equal for all last turns after the same context, or they teach
-# something else than reading the documents.
+# The settings of rewards that --learn answer does not use. These rewards are equal for all last turns that follow
+# the same turns, or teach something else than reading the documents.
 UNPAID_FOR_ANSWERS = (
     "outcome_f1", "outcome_judge", "process_recall", "process_judge", "format_reward", "least_searches", "search_bonus",
     "idle_query_penalty", "rewards",
@@ -163,6 +163,6 @@ class RLSettings(Section):
         """Tells whether the episodes of a round are compared with the reference adapter."""
         return self.kl_beta > 0 or self.kl_budget is not None
 
-    def questions_at(self, share: float) -> int:
+    def question_count(self, share: float) -> int:
         """Returns a share of a round's questions as a number of questions, rounded up."""
         return rounded_up(share * self.batch_size)

@@ -7,21 +7,21 @@ from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.addresses import check_address
 from r3lite.settings.conditions import has_documents, has_queries
 
-# Lower temperatures count as greedy. Logits divided by them may exceed float32, and the likeliest token has all of the
-# probability anyway, unless two logits are almost equal.
+# Lower temperatures are greedy: logits divided by them may exceed float32. The likeliest token would have a probability
+# of about 1 anyway, unless two logits are almost equal.
 LEAST_TEMPERATURE = 1e-5
-# Maximum sequences that are sampled with drafts, whether they share rows or not. A pass over more rows has enough to
-# compute without drafts, and the memory plan counts the logits of drafts for this many sequences.
+# With more sequences, no drafts are used: a pass over so many has enough to compute without drafts. Sequences are
+# counted here, not the rows that they may share. The memory plan counts the logits of drafts for this many sequences.
 DRAFTING_SEQUENCES = 16
-# Places of all rows of a CUDA graph with drafts together. A card reads the weights once for all of them, and that takes
-# longer than the computation.
+# The most tokens, of all rows together, that a CUDA graph with drafts runs in one pass. With so few tokens, reading the
+# weights, which a card does once per pass, takes longer than the computation.
 GRAPH_PLACES = 32
-MOST_DRAFTED = 32  # tokens drafted in one pass, in all rows together: more would need memory for their logits
-TRUNCATED_ROWS = 8  # rows whose probabilities are sorted at once, for top-k and top-p: more would need memory
+MOST_DRAFTED = 32  # the most drafted tokens of all rows in one pass; limits the memory of their logits
+TRUNCATED_ROWS = 8  # the most rows of probabilities that top-k and top-p sort at once; limits their memory
 
 
 def is_greedy(temperature: float) -> bool:
-    """Tells whether the likeliest token is taken, instead of a draw."""
+    """Tells whether the likeliest token is taken, and none is drawn at random."""
     return temperature < LEAST_TEMPERATURE
 
 
@@ -50,10 +50,10 @@ class LengthSettings(Section):
 
     @property
     def most_turns(self) -> int:
-        """Returns the most turns of the model in an episode.
+        """Returns the most turns that the model can write in an episode.
 
-        These are a turn before each retrieval, one more turn, which asks again or reaches its token limit, and the turn
-        of the answer that is then forced (`Layout.close_turn`).
+        There is one turn before each retrieval. One more turn may search again or reach its token limit. Then an answer
+        is forced (`Layout.close_turn`), which is the last turn.
         """
         return self.max_hops + 2
 

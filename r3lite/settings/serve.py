@@ -1,4 +1,4 @@
-"""Settings of the server: where it listens, which adapter answers in which mode, and what nobody may exceed."""
+"""Settings of the server: where it listens, which adapter answers in which mode, and the limits of requests."""
 
 from dataclasses import replace
 from typing import Annotated, ClassVar, Literal
@@ -9,7 +9,8 @@ from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.conditions import has_search
 from r3lite.settings.model import ADAPTER
 
-ADAPTERS = replace(ADAPTER, named=lambda entry: entry == "base", has_names=True)  # `base` is the bare model
+# In --adapters, `base` is no path but the model without an adapter.
+ADAPTERS = replace(ADAPTER, is_name=lambda entry: entry == "base", has_names=True)
 
 
 class ListenSettings(Section):

@@ -1,4 +1,4 @@
-"""Settings of the loop around a step: length, checkpoints, optimizer, validation and the guard against a collapse."""
+"""Settings of a training run: length, checkpoints, tracking, optimizer, validation, guard against a collapse."""
 
 import importlib.util
 from typing import Annotated, ClassVar, Literal
@@ -134,7 +134,7 @@ class GuardSettings(Section):
         Needs("", "--guard roll-back or warn", lambda s: s.guard != "off", but="guard"),
     )
 
-    # Free, so that a run that the guard has stopped can go on without it.
+    # Free, so that a run that the guard has stopped can be resumed without the guard.
     guard: Free[Literal["roll-back", "warn", "off"]] = "roll-back"
     """roll-back: return to the best checkpoint and continue more carefully; warn, or no --eval-data: only warn"""
     guard_rollbacks: Whole = 3

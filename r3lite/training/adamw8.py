@@ -1,14 +1,18 @@
-"""AdamW with moments of 8 bits, which updates one tensor at a time, as soon as its gradient is there.
+"""AdamW with moments of 8 bits. It updates one tensor at a time, as soon as the gradient of the tensor is computed.
 
-Full fine-tuning uses it: a weight in bf16 takes 2 bytes and its moments 2 more, and no gradient stays for long. As in
-arXiv 2110.02861, each BLOCK numbers of a moment share a scale, their largest magnitude. A scaled number is stored as a
-float of 8 bits, 4 of them the exponent. The first moment has a sign and 3 bits of mantissa. Of the second moment the
-root is stored, which is never negative: it has 4 bits of mantissa and no sign. Weights and moments are rounded up or
-down by chance, so that on average no change is lost that is smaller than half a step: bf16 has 8 bits, and a learning
-rate of 1e-5 changes the 17th.
+Full fine-tuning uses it: a weight in bf16 takes 2 bytes and its two moments 2 more, and a gradient is needed only until
+its tensor is updated.
 
-The norm of all gradients is known only when most weights have changed already. So each tensor's gradient is clipped by
-itself, to its share of `max_norm` by its number of weights: the norm of all together is at most `max_norm`.
+As in arXiv 2110.02861, each BLOCK numbers of a moment share a scale, which is computed from their largest magnitude. A
+scaled number is stored as a float of 8 bits, the code. 4 bits are the exponent. The first moment (exp_avg) has a sign
+and 3 bits of mantissa. Of the second moment (exp_avg_sq) the root is stored. The root is never negative: it has no sign
+and 4 bits of mantissa.
+
+Weights in bf16 and moments are rounded up or down at random, with probabilities that make the rounding right on
+average. Rounding to the nearest would lose every change that is smaller than half a step of bf16.
+
+The norm of all gradients is known only when most weights are updated. So the gradient of each tensor is clipped by
+itself. A tensor with n of all N weights has the limit max_norm * sqrt(n / N), so the norm of all is at most `max_norm`.
 """
 
 import math
@@ -22,15 +26,18 @@ from r3lite.devices.precision import NonFiniteGradients
 BLOCK = 256
 TILE = 2**19  # weights updated at once: 25 MiB of temporaries
 MIN_WEIGHTS = 4096  # tensors of fewer weights, such as norms, have moments in fp32 (as in bitsandbytes)
-LOWEST = (127 - 16) << 23  # the bits of 2^-16 in fp32; numbers below 2^-16 times the block's largest get the code 0
+FP32_MANTISSA = 23  # bits
+EXPONENTS = 16  # the exponents that 4 bits can tell
+# The bits of 2^-16 in fp32, whose exponent has the bias 127. Numbers below 2^-16 times the block's largest have code 0.
+LOWEST = (127 - EXPONENTS) << FP32_MANTISSA
 BETA1 = 0.9
 BETA2 = 0.999
 EPS = 1e-8
-MOMENTS = {"exp_avg": 3, "exp_avg_sq": 4}  # bits of mantissa
+MOMENTS = {"exp_avg": 3, "exp_avg_sq": 4}  # bits of mantissa of a code
 
 
 class AdamW8(torch.optim.Optimizer):
-    """See the module. Random bits are functions of the seed, a tensor's name and its number of updates."""
+    """Updates parameters one by one. Its random bits depend on the seed, the parameter's name and its step number."""
 
     def __init__(
         self,
@@ -40,13 +47,14 @@ class AdamW8(torch.optim.Optimizer):
         max_norm: float,
         seed: int,
     ):
-        """Takes parameters on one device, in bf16 or fp32. Vectors, such as norms and biases, are not decayed."""
+        """Takes parameters by name, all on one device, in bf16 or fp32. Vectors, such as biases, are not decayed."""
         group = {"params": list(parameters.items()), "lr": rate, "peak_lr": rate}
         super().__init__([group], {})
         self.weight_decay = weight_decay
         self.seed = seed
         count = sum(parameter.numel() for parameter in parameters.values())
-        self.max_norm = max_norm / math.sqrt(count)  # the share of one weight; n weights have sqrt(n) times this
+        # The limit for a tensor of one weight: a tensor of n weights has sqrt(n) times this limit.
+        self.max_norm_of_one = max_norm / math.sqrt(count)
         self.names = {parameter: name for name, parameter in parameters.items()}
         self.device = next(iter(parameters.values())).device
         self.generator = torch.Generator(self.device)
@@ -54,10 +62,10 @@ class AdamW8(torch.optim.Optimizer):
 
     @torch.no_grad()
     def update(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Updates one parameter by its gradient, and may overwrite it. A gradient that is not finite counts as zero."""
+        """Updates a parameter by its gradient, which may be overwritten. A gradient that is not finite counts as 0."""
         state = self.state[parameter]
         if not state:
-            self._fill(state, parameter.numel())
+            self._add_zeros(state, parameter.numel())
         state["step"] += 1
         step = int(state["step"])
         rate = self.param_groups[0]["lr"]
@@ -65,22 +73,24 @@ class AdamW8(torch.optim.Optimizer):
         self.generator.manual_seed(seed)
         norm = torch.linalg.vector_norm(grad, dtype=torch.float32)
         self.norms.append(norm)
-        limit = self.max_norm * math.sqrt(parameter.numel())
+        limit = self.max_norm_of_one * math.sqrt(parameter.numel())
         ratio = (limit / norm).clamp(max=1)
-        clip = torch.where(norm.isfinite(), ratio, 0)
+        clip_factor = torch.where(norm.isfinite(), ratio, 0)
         decay = rate * self.weight_decay if parameter.dim() > 1 else 0.0
+        # The corrections of AdamW for moments that began at 0.
         mean_correction = 1 - BETA1**step
         root_correction = math.sqrt(1 - BETA2**step)
         weights = parameter.view(-1)
         gradients = grad.flatten()
         for start in range(0, len(weights), TILE):
             tile = slice(start, start + TILE)
-            gradient = gradients[tile].float().nan_to_num_(0, 0, 0).mul_(clip)
+            gradient = gradients[tile].float().nan_to_num_(0, 0, 0).mul_(clip_factor)
+            # 32 random bits for each weight: 16 round the weight, 8 each moment.
             noise = torch.empty(len(gradient), dtype=torch.int32, device=self.device)
             noise.random_(-(2**31), 2**31, generator=self.generator)
             mean = self._read(state, "exp_avg", tile)
             mean.lerp_(gradient, 1 - BETA1)
-            root = self._read(state, "exp_avg_sq", tile)
+            root = self._read(state, "exp_avg_sq", tile)  # the root of the second moment
             root.square_().mul_(BETA2)
             root.addcmul_(gradient, gradient, value=1 - BETA2).sqrt_()
             updated = weights[tile].float() * (1 - decay)
@@ -92,7 +102,7 @@ class AdamW8(torch.optim.Optimizer):
             self._write(state, "exp_avg_sq", tile, values=root, noise=(noise >> 24) & 0xFF)
 
     def end_step(self) -> float:
-        """Ends a step; returns the norm of all its gradients. Raises NonFiniteGradients if that is not finite."""
+        """Ends a step, and returns the norm of all its gradients. Raises NonFiniteGradients if it is not finite."""
         squares = torch.stack(self.norms).square()
         norm = float(squares.sum().sqrt())
         self.norms = []
@@ -105,8 +115,8 @@ class AdamW8(torch.optim.Optimizer):
             )
         return norm
 
-    def _fill(self, state: dict[str, Tensor], count: int) -> None:
-        """Fills the state of a parameter of `count` weights before its first update."""
+    def _add_zeros(self, state: dict[str, Tensor], count: int) -> None:
+        """Adds the step count and the moments, all 0, to the empty state of a parameter of `count` weights."""
         state["step"] = torch.zeros((), dtype=torch.int64)
         for name in MOMENTS:
             if count < MIN_WEIGHTS or count % BLOCK:
@@ -117,7 +127,7 @@ class AdamW8(torch.optim.Optimizer):
                 state[f"{name}_scale"] = torch.zeros(blocks, 1, device=self.device)
 
     def _read(self, state: dict[str, Tensor], name: str, tile: slice) -> Tensor:
-        """A copy of a tile of a moment, in fp32."""
+        """Returns a copy of the numbers of a moment in a tile, in fp32."""
         if state[name].dtype == torch.float32:
             return state[name][tile].clone()
         blocks = _blocks(tile)
@@ -133,6 +143,7 @@ class AdamW8(torch.optim.Optimizer):
         values: Tensor,
         noise: Tensor,
     ) -> None:
+        """Stores the fp32 numbers of a moment in a tile. `noise` in [0, 256) is as in `encoded`."""
         if state[name].dtype == torch.float32:
             state[name][tile] = values
             return
@@ -152,42 +163,46 @@ def _blocks(tile: slice) -> slice:
 
 
 def _round_to_bf16_(values: Tensor, noise: Tensor) -> None:
-    """Rounds fp32 values to the upper 16 bits, which bf16 has: up or down by the lower 16 bits of `noise`, in place."""
+    """Rounds fp32 values in place to bf16, their upper 16 bits: up or down, as the lower 16 bits of `noise` decide."""
     values.view(torch.int32).add_(noise & 0xFFFF).bitwise_and_(-0x10000)
 
 
 def encoded(values: Tensor, noise: Tensor, mantissa: int) -> tuple[Tensor, Tensor]:
     """Returns the codes [blocks, BLOCK] in uint8 and scales [blocks, 1] of fp32 values [blocks, BLOCK].
 
-    With 3 bits of mantissa the eighth bit is the sign. `noise` in [0, 256) decides which way a number is rounded.
+    A scale is the largest magnitude of its block. With 3 bits of mantissa, the highest bit of a code is the sign.
+    `noise` [blocks, BLOCK] in [0, 256) decides which way a number is rounded.
     """
-    shift = 23 - mantissa
+    shift = FP32_MANTISSA - mantissa
     magnitudes = values.abs()
     scale = magnitudes.amax(-1, keepdim=True)
-    magnitudes.mul_(_top(mantissa) / scale.clamp(min=1e-37))
+    magnitudes.mul_(_top(mantissa) / scale.clamp(min=1e-37))  # a block of zeros is not divided by 0
+    # A code is the upper bits of the fp32 number, with exponents counted from that of LOWEST.
     codes = magnitudes.view(torch.int32)
     codes.sub_(LOWEST).add_(noise << (shift - 8)).bitwise_right_shift_(shift)
-    codes.clamp_(0, (16 << mantissa) - 1)
+    codes.clamp_(0, (EXPONENTS << mantissa) - 1)
     if mantissa == 3:
-        codes |= (values.view(torch.int32) >> 24) & 0x80
+        codes |= (values.view(torch.int32) >> 24) & 0x80  # the sign
     return codes.to(torch.uint8), scale
 
 
 def decoded(codes: Tensor, scale: Tensor, mantissa: int) -> Tensor:
-    """Returns the fp32 values of what `encoded` returned.
+    """Returns the fp32 values [blocks, BLOCK] of the codes and scales that `encoded` returned.
 
-    The code 0 is 0 in the first moment, but not in the root of the second, because updates are divided by it.
+    In the first moment the code 0 is the number 0. In the root of the second moment it is about 2^-16 times the
+    scale, because updates are divided by the root.
     """
+    shift = FP32_MANTISSA - mantissa
     bits = codes.int()
     if mantissa == 4:
-        values = (bits << 19).add_(LOWEST).view(torch.float32)
+        values = (bits << shift).add_(LOWEST).view(torch.float32)
         return values.mul_(scale / _top(mantissa))
     magnitudes = bits & 0x7F
     signs = (bits & 0x80) << 24
-    values = (magnitudes << 20).add_(LOWEST).bitwise_or_(signs).view(torch.float32)
+    values = (magnitudes << shift).add_(LOWEST).bitwise_or_(signs).view(torch.float32)
     return values.mul_(magnitudes != 0).mul_(scale / _top(mantissa))
 
 
 def _top(mantissa: int) -> float:
-    """The largest number of a code, which a block's largest becomes, so that it is exact."""
+    """The largest number that a code can be. The largest magnitude of a block is scaled to it, and so is exact."""
     return 1 - 2.0 ** -(mantissa + 1)

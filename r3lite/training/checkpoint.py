@@ -1,4 +1,4 @@
-"""Checkpoints: all that an exact resume needs, in safetensors and JSON, whole or not there at all.
+"""Checkpoints: all that an exact resume needs, in safetensors and JSON, written as a whole or not at all.
 
 A checkpoint is the folder `checkpoint-<step>`:
 
@@ -10,8 +10,8 @@ A checkpoint is the folder `checkpoint-<step>`:
     adapter/                the adapter in PEFT's form, so that a checkpoint can be evaluated; not in full fine-tuning
     manifest.json           size and CRC-32 of every other file; written last
 
-It is written under another name, each file flushed to the disk, and renamed, so that a kill or a power cut at any
-moment leaves the old checkpoints or the new one, never half of one. Nothing here unpickles.
+It is written under another name, each file is flushed to the disk, and then it is renamed. So a kill or a power cut at
+any moment never leaves half of a checkpoint. No file is a pickle.
 """
 
 import os
@@ -33,7 +33,7 @@ from r3lite.models.tensor_files import write_tensors
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-GROUPS = ("weights", "optimizer", "random")  # of tensors, in every checkpoint; each is one file
+GROUPS = ("weights", "optimizer", "random")  # the groups of tensors that every checkpoint has; each is one file
 FORMAT = 1
 REMEDY = "Pass another checkpoint, or --resume auto for the latest valid one."
 
@@ -43,8 +43,8 @@ class Checkpoint:
     """The content of one checkpoint."""
 
     step: int
-    tensors: dict[str, dict[str, Tensor]]  # by group: GROUPS, and the names of parts that have tensors
-    state: dict
+    tensors: dict[str, dict[str, Tensor]]  # by group (GROUPS, and the parts that have tensors), then by name
+    state: dict  # the content of state.json
 
 
 def sync(path: Path) -> None:
@@ -77,6 +77,7 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _hidden(folder: Path, which: str) -> Path:
+    """Returns the hidden name of a folder's new or old version (`which`), beside it."""
     return folder.with_name(f".{folder.name}.{which}{PART}")
 
 
@@ -124,7 +125,8 @@ def write(
 
 
 def fault(folder: Path) -> str | None:
-    """Returns a checkpoint's fault, or None if every file is as the manifest says and the state is complete."""
+    """Returns in words what is wrong with a checkpoint; None if its files are as its manifest says and its state is
+    complete."""
     try:
         _check_files(folder)
         _read_state(folder)
@@ -161,8 +163,8 @@ def _read_state(folder: Path) -> dict:
     """Returns the content of state.json; raises R3LiteError unless it has all that every run needs, of its type."""
     state = read_record(folder / STATE, REMEDY)
     step = state.whole("step")
-    name = CHECKPOINT.fullmatch(folder.resolve().name)
-    if name and int(name[1]) != step:
+    match = CHECKPOINT.fullmatch(folder.resolve().name)
+    if match and int(match[1]) != step:  # the name says another step
         raise state.error(f"step is {step}")
     state.text("command")
     state.text("data", blank=True)
@@ -197,7 +199,7 @@ def read(folder: Path) -> Checkpoint:
 
 
 def newest_valid(output: Path) -> Path | None:
-    """Returns the latest checkpoint that is complete, or None. Warns of those that are not, with the reason."""
+    """Returns the folder of the latest valid checkpoint, or None. Warns of later ones that are not valid."""
     for folder in reversed(folders_by_step(output).values()):
         problem = fault(folder)
         if problem is None:
@@ -207,7 +209,7 @@ def newest_valid(output: Path) -> Path | None:
 
 
 def prune(output: Path, keep: int, spare: int | None = None) -> None:
-    """Removes all checkpoints except the newest `keep` and that of step `spare`.
+    """Removes all checkpoints except the newest `keep` ones and the one of step `spare`.
 
     If a checkpoint cannot be removed, a warning is printed and the run goes on.
     """

@@ -1,6 +1,6 @@
 """Notices the collapse of a run from the metrics of its rounds and its validations.
 
-Decides, and does nothing: what follows an alarm is in `oversight.py`. Knows no model and no files. The limits and the
+Raises alarms and does nothing else: `oversight.py` acts on them. Knows no model and no files. The limits and the
 reasons for them are in docs/collapse.md.
 """
 
@@ -14,9 +14,9 @@ from r3lite.core.records import Record, Source
 from r3lite.settings import GuardSettings
 from r3lite.training.watches import WATCHES, Numbers, right_likelihood, watched
 
-SURE = 2.0  # standard errors by which a change must exceed what chance explains
-START_EPISODES = 32  # minimum episodes of the first rounds, with which later rounds are compared
-STATE = (  # attributes of a guard that a checkpoint keeps, beside the best validation
+SURE = 2.0  # a change counts if it is larger, by this many standard errors, than what chance explains
+START_EPISODES = 32  # the first rounds, with which later ones are compared, have together at least so many episodes
+STATE = (  # attributes of a guard that a checkpoint keeps under their names; `best` is kept, too
     "rounds",
     "first",
     "recent",
@@ -31,13 +31,10 @@ STATE = (  # attributes of a guard that a checkpoint keeps, beside the best vali
 
 @dataclass(frozen=True)
 class Alarm:
-    """A limit that was crossed: the name of its setting, and what has happened as a part of a sentence.
+    """A limit has been crossed often enough to act on it."""
 
-    The limit is None if the model's numbers are not finite, which no setting allows.
-    """
-
-    limit: str | None
-    message: str
+    limit: str | None  # the name of the limit's setting; None: the model's numbers are not finite
+    message: str  # what has happened, as a clause without a capital or a stop
 
 
 def standard_error(differences: Sequence[float]) -> float:
@@ -54,31 +51,34 @@ class Best:
 
     step: int
     each: list[float]  # F1 of each question
-    reward: float | None  # mean reward of the recent rounds at that time
+    reward: float | None  # mean reward of the rounds that were recent then; None: not known
 
     @property
     def f1(self) -> float:
+        """The mean F1 of the questions."""
         return statistics.fmean(self.each)
 
 
 class Guard:
-    """Checks each round. Its numbers are part of a run's checkpoints, as is the count of rollbacks."""
+    """Checks each round. Its state is part of the run's checkpoints."""
 
     def __init__(self, settings: GuardSettings, episodes: int):
         """Prepares for rounds of `episodes` episodes each."""
         self.settings = settings
         self.start_rounds = math.ceil(START_EPISODES / episodes)
-        self.rounds = 0  # so far
-        self.first: list[Numbers] = []  # the first rounds
-        self.recent: list[Numbers] = []  # the newest rounds since the last rollback, at most `guard_patience` of them
-        # `right_likelihood` of the recent rounds when the first rounds end; or later, as soon as there are enough right
-        # answers.
+        self.rounds = 0  # the number of rounds that were checked
+        # The watched numbers of the first `start_rounds` rounds, and of the newest rounds since the last rollback, at
+        # most `guard_patience` of them.
+        self.first: list[Numbers] = []
+        self.recent: list[Numbers] = []
+        # `right_likelihood` of the recent rounds at the end of the first rounds; if there were too few right answers
+        # then, as soon as there are enough.
         self.right_start: float | None = None
-        self.peak: list[Numbers] | None = None  # `recent` when its mean F1 was highest: F1 and reward of these rounds
+        self.peak: list[Numbers] | None = None  # F1 and reward of the rounds in `recent` when their mean F1 was highest
         self.best_reward: float | None = None  # the highest mean reward that `recent` has had
         self.beyond: dict[str, int] = {}  # by limit: the number of rounds or validations in a row that crossed it
         self.best: Best | None = None
-        self.validations = 0
+        self.validations = 0  # numbers of validations and rollbacks so far
         self.rollbacks = 0
 
     @property
@@ -99,15 +99,15 @@ class Guard:
     ) -> Alarm | None:
         """Checks a round by its metrics and, after a validation, by the F1 of each question; returns an alarm or None.
 
-        There is an alarm when a limit has been crossed as often in a row as the settings say. The same limit raises the
-        next alarm only after it was kept at least once.
+        There is an alarm when a limit has been crossed as often in a row as the settings say. The same limit raises
+        another alarm only after a round that did not cross it.
         """
         numbers = watched(record)
         self.rounds += 1
         if len(self.first) < self.start_rounds:
             self.first.append(numbers)
         self.recent = [*self.recent, numbers][-self.settings.guard_patience :]
-        self._take_peaks()
+        self._note_peaks()
         crossed: dict[str, str | None] = {}  # by limit that was checked: a message if it was crossed, else None
         if len(self.first) == self.start_rounds:
             if self.right_start is None:
@@ -116,15 +116,15 @@ class Guard:
         if question_f1s is not None:
             crossed |= self._crossed_in_validation(question_f1s)
             self.take_validation(step, question_f1s)  # after the check, which compares it with earlier ones
-        alarms = self._count(crossed)
+        alarms = self._count_crossings(crossed)
         if not alarms or self.settings.guard == "off":
             return None
         for alarm in alarms[1:]:
-            self.beyond[alarm.limit] -= 1  # its turn comes in the next round that crosses the limit
+            self.beyond[alarm.limit] -= 1  # so that the next round that crosses this limit raises its alarm
         return alarms[0]
 
-    def _count(self, crossed: dict[str, str | None]) -> list[Alarm]:
-        """Counts how often in a row each limit was crossed; returns alarms of those that have just reached enough."""
+    def _count_crossings(self, crossed: dict[str, str | None]) -> list[Alarm]:
+        """Counts how often in a row each limit was crossed; returns an alarm for each count that just became enough."""
         alarms = []
         for limit, message in crossed.items():
             if message is None:
@@ -144,24 +144,25 @@ class Guard:
         return alarms
 
     def first_rounds(self, record: dict) -> list[Numbers]:
-        """Returns the watched metrics of the first rounds, if the one with the metrics `record` is the last of them;
-        else an empty list.
+        """Returns the watched numbers of the first rounds if the current round is the last of them, else an empty list.
+
+        `record` has the metrics of the current round, which `check` has not counted yet.
         """
-        if self.rounds + 1 != self.start_rounds:  # `check` has not counted this round yet
+        if self.rounds + 1 != self.start_rounds:
             return []
         return [*self.first, watched(record)]
 
     def take_validation(self, step: int, question_f1s: Sequence[float]) -> None:
-        """Counts a validation, and takes it for the best one if its F1 is higher.
+        """Counts a validation, and notes it as the best one if its F1 is higher than that of all before.
 
-        Of equal ones the first stays, as the safer one.
+        Of validations with equal F1 the first stays the best, because the earlier policy is the safer one.
         """
         self.validations += 1
         if self.best is None or statistics.fmean(question_f1s) > self.best.f1:
             self.best = Best(step, list(question_f1s), self._mean_of_recent("reward"))
 
     def rolled_back(self) -> None:
-        """Counts a rollback; the rounds before it say nothing about what follows."""
+        """Counts a rollback, and forgets the recent rounds, which say nothing about the restored weights."""
         self.rollbacks += 1
         self.forget()
 
@@ -171,9 +172,9 @@ class Guard:
         self.beyond = {}
 
     def forget_rewards(self) -> None:
-        """Forgets the highest and the recent rewards: those of the next round have other weights.
+        """Forgets the highest and the recent rewards, because the rewards of the next round have other weights.
 
-        The rewards' standard deviation in the first rounds stays, as a measure of their size.
+        The standard deviation of the rewards in the first rounds stays, as a measure of the size of rewards.
         """
         self.recent = [numbers | {"reward": None} for numbers in self.recent]
         self.peak = None
@@ -182,21 +183,24 @@ class Guard:
             self.best.reward = None
 
     def _crossed_in_round(self, numbers: Numbers) -> dict[str, str | None]:
-        """Returns for each limit a message if this round is beyond it, else None.
+        """Returns, by limit, a message if this round crossed it, else None.
 
-        Limits of quantities that this round lacks are left out.
+        Limits that are switched off, and those of quantities that this round or the first rounds lack, are left out.
         """
         crossed: dict[str, str | None] = {}
         for watch in WATCHES:
-            limit = getattr(self.settings, watch.limit)  # a watch names the setting of its limit
+            limit = getattr(self.settings, watch.limit)  # `watch.limit` is the name of a setting
             value = numbers[watch.quantity]
             start = self._at_start(watch.quantity)
             if limit is None or value is None or start is None:
                 continue
             crossed[watch.limit] = watch.crossed(value, start, limit)
-        return crossed | self._right_likelihood(numbers) | self._without_variance(numbers) | self._hacking()
+        crossed |= self._check_right_likelihood(numbers)
+        crossed |= self._check_variance(numbers)
+        crossed |= self._check_hacking()
+        return crossed
 
-    def _right_likelihood(self, numbers: Numbers) -> dict[str, str | None]:
+    def _check_right_likelihood(self, numbers: Numbers) -> dict[str, str | None]:
         """Checks whether right answers become less likely, which is how GRPO begins to collapse.
 
         A round without a right answer is not checked. Returns a dictionary as `_crossed_in_round` does.
@@ -211,14 +215,15 @@ class Guard:
             message = f"correct answers have a log-probability of {mean:.3g} per token ({start:.3g} at the start)"
         return {"guard_right_likelihood": message}
 
-    def _without_variance(self, numbers: Numbers) -> dict[str, str | None]:
+    def _check_variance(self, numbers: Numbers) -> dict[str, str | None]:
         """Checks the share of groups without variance, if the reward is low.
 
         While the reward is at its best, equal rewards mean that all is learned. The reward is low if it is below its
-        best by more than a quarter of the rewards' standard deviation in the first rounds.
+        best by more than a quarter of the rewards' standard deviation in the first rounds. If the share was beyond the
+        limit from the start, it is not checked. Returns a dictionary as `_crossed_in_round` does.
         """
         limit = self.settings.guard_variance
-        without_variance = numbers["variance"]
+        without_variance = numbers["variance"]  # the share of the groups without variance
         start = self._at_start("variance")
         best = self.best_reward
         reward = self._mean_of_recent("reward")
@@ -233,11 +238,12 @@ class Guard:
             )
         return {"guard_variance": message}
 
-    def _hacking(self) -> dict[str, str | None]:
+    def _check_hacking(self) -> dict[str, str | None]:
         """Checks whether the reward has risen and F1 fallen, compared with the rounds of the highest F1.
 
         Both are means over the episodes that are trained on. Both changes must be larger than the spread between rounds
-        explains: the reward's by SURE standard errors, that of F1 as in `_crossed_in_validation`.
+        explains: that of the reward by SURE standard errors, that of F1 by `_required_errors`. Returns a dictionary as
+        `_crossed_in_round` does.
         """
         limit = self.settings.guard_hacking
         if limit is None or self.peak is None or len(self.recent) < len(self.peak):
@@ -252,7 +258,7 @@ class Guard:
         reward = statistics.fmean(rewards)
         peak_f1 = statistics.fmean(peak_f1s)
         peak_reward = statistics.fmean(peak_rewards)
-        # The highest F1 was chosen from this many stretches of rounds.
+        # The highest F1 was chosen from about this many stretches of rounds that do not overlap.
         stretches = self.rounds // self.settings.guard_patience
         noise = self._required_errors(stretches) * _error_of_difference(f1s, peak_f1s)
         reward_rose = reward - peak_reward > SURE * _error_of_difference(rewards, peak_rewards)
@@ -264,11 +270,9 @@ class Guard:
         return {"guard_hacking": message}
 
     def _crossed_in_validation(self, question_f1s: Sequence[float]) -> dict[str, str | None]:
-        """Compares a validation with the best one, question by question; returns a dictionary as `_crossed_in_round`
-        does.
+        """Compares a validation with the best one, question by question.
 
-        The best of K validations is the luckiest too: if all were equally good, it would be about sqrt(ln K) standard
-        errors of a difference above the mean. A drop must be larger than that and SURE standard errors more.
+        A drop must be larger than `_required_errors` standard errors. Returns a dictionary as `_crossed_in_round` does.
         """
         limit = self.settings.guard_f1_drop
         best = self.best
@@ -278,7 +282,7 @@ class Guard:
         reward = self._mean_of_recent("reward")
         drops = [best_f1 - question_f1 for best_f1, question_f1 in zip(best.each, question_f1s, strict=True)]
         noise = self._required_errors(self.validations) * standard_error(drops)
-        if not best.f1 - f1 > max(limit, noise):
+        if best.f1 - f1 <= max(limit, noise):
             return {"guard_f1_drop": None}
         message = f"validation F1 fell from {best.f1:.3f} to {f1:.3f}"
         if best.reward is not None and reward is not None and reward > best.reward:
@@ -288,12 +292,13 @@ class Guard:
     def _required_errors(self, tries: int) -> float:
         """Returns the number of standard errors that a drop from the best of `tries` must exceed.
 
-        Tries are validations, or stretches of rounds.
+        Tries are validations, or stretches of rounds. The best of K tries was also lucky: if all were equally good, the
+        best would be about sqrt(ln K) standard errors of a difference above their mean. SURE standard errors are added.
         """
         return SURE + math.sqrt(math.log(tries))
 
-    def _take_peaks(self) -> None:
-        """Notes the recent rounds if their mean reward or mean F1 is the highest so far."""
+    def _note_peaks(self) -> None:
+        """Notes the recent mean reward if it is the highest so far, and the recent rounds if their mean F1 is."""
         if len(self.recent) < self.settings.guard_patience:
             return
         f1 = self._mean_of_recent("f1")
@@ -304,14 +309,16 @@ class Guard:
             self.best_reward = reward
         if f1 is None:
             return
-        # At equal F1 the newest rounds, because the reward is compared with theirs.
+        # Of rounds with equal F1 the newest are noted, because later rewards are compared with theirs.
         if self.peak is None or f1 >= _mean(self.peak, "f1"):
             self.peak = [{"f1": numbers["f1"], "reward": numbers["reward"]} for numbers in self.recent]
 
     def _mean_of_recent(self, quantity: str) -> float | None:
+        """Returns the mean of a quantity over the recent rounds; None if none has it."""
         return _mean(self.recent, quantity)
 
     def _at_start(self, quantity: str) -> float | None:
+        """Returns the mean of a quantity over the first rounds; None if none has it."""
         return _mean(self.first, quantity)
 
     def state_dict(self) -> dict:
@@ -321,7 +328,7 @@ class Guard:
         return copy.deepcopy(state)
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores `state_dict`; raises R3LiteError if it is none."""
+        """Restores what `state_dict` returned; raises R3LiteError if `state` is something else."""
         record = Record(state, Source("the checkpoint's guard", "Pass another checkpoint."))
         self.first = _rounds(record, "first")
         self.recent = _rounds(record, "recent")
@@ -341,6 +348,7 @@ class Guard:
 
 
 def _rounds(record: Record, key: str) -> list[Numbers]:
+    """Returns the watched numbers of rounds, which a checkpoint has under `key`."""
     rounds = []
     for numbers in record.records(key):
         rounds.append({name: numbers.number(name, None) for name in numbers.values})
@@ -348,6 +356,7 @@ def _rounds(record: Record, key: str) -> list[Numbers]:
 
 
 def _best(record: Record) -> Best:
+    """Returns the best validation from a checkpoint's record of it."""
     each = record.items("each")
     if not each or not all(isinstance(f1, float | int) for f1 in each):
         raise record.wrong("each", "numbers")
@@ -355,19 +364,22 @@ def _best(record: Record) -> Best:
 
 
 def _error_of_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """Returns the standard error of the difference of two means; it is infinite if either is of one value."""
+    """Returns the standard error of the difference of the means of `a` and `b`, which are not paired.
+
+    It is infinite if either has fewer than two values.
+    """
     if min(len(a), len(b)) < 2:
         return math.inf
     return math.sqrt(statistics.variance(a) / len(a) + statistics.variance(b) / len(b))
 
 
 def _present(rounds: Sequence[Numbers], quantity: str) -> list[float]:
-    """A quantity of each round that has it."""
+    """Returns the values of a quantity in the rounds that have it."""
     return [numbers[quantity] for numbers in rounds if numbers[quantity] is not None]
 
 
 def _mean(rounds: Sequence[Numbers], quantity: str) -> float | None:
-    """The mean of a quantity over the rounds that have it; None if none has."""
+    """Returns the mean of a quantity over the rounds that have it; None if none has it."""
     values = _present(rounds, quantity)
     if not values:
         return None

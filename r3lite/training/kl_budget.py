@@ -1,16 +1,18 @@
-"""Steps sized by what they do: the policy's learning rate follows a budget of KL divergence from the reference.
+"""The KL budget: the policy's learning rate is scaled so that its KL from the reference is the target after the run.
 
-The KL after an update is measured on the episodes of the next round, which the updated policy samples before it is
-trained on them. For small changes it is the square of a distance from the reference, which grows by at most a multiple
-of the learning rate. With path_n, the sum of the rates of all updates before round n, and KL_n, measured in round n:
+The KL after an update is measured in the next round, on episodes that the updated policy has sampled. For small changes
+of the policy, sqrt(KL) is a distance from the reference. Each update adds at most a multiple of its learning rate to
+this distance. So let path_n be the sum of the learning rates, as shares of the peak, of all updates before round n, and
+KL_n the KL that is measured in round n. In round n:
 
-    slope^2 = sum_n w_n KL_n / sum_n w_n path_n^2        the newest rounds weigh most: w falls by FORGETTING a round
-    reach   = sqrt(target) / slope                       the path at whose end the budget is spent
-    scale   = (reach - path) / (sum of the scheduled rates of the remaining rounds)
+    slope^2 = sum_i w_i KL_i / sum_i w_i path_i^2        over the rounds i <= n, with w_i = FORGETTING^(n - i)
+    reach   = sqrt(target) / slope                       the length of the path at which the KL is the target
+    scale   = (reach - path_n) / (sum of the scheduled rates from round n on)
 
-Rates are shares of the peak. The KL of a round is that of few questions and may be off by a factor of ten, so the rate
-follows the slope of many rounds. The plan allows target * (share of the scheduled rates so far)^2 in each round; an
-update is taken back if the KL is surely far above that. Knows no model and no loss.
+The KL of one round is measured on few questions and may be off by a factor of ten, so the slope is that of many rounds.
+
+The plan allows a KL of target * (share of the scheduled rates before round n)^2 in round n. An update is taken back if
+the KL after it is surely far above the plan. Knows no model and no loss.
 """
 
 import math
@@ -23,28 +25,30 @@ from r3lite.core.records import Record, Source
 from r3lite.devices.precision import Precision
 from r3lite.training import optim
 
-FORGETTING = 0.9
-STEP_FACTOR = 2.0  # the scale changes by at most this from round to round
-MAX_SCALE = 4.0  # rounds without rewards do not move the policy, and would raise its rate for ever
-TAKEN_BACK_FACTOR = 16.0  # after an update that was taken back, the scale falls by a factor from STEP_FACTOR to this
-# An update is taken back if the KL is above LIMIT times what the plan allows, and also above FIRST_LIMIT times the
-# target, because the plan allows next to nothing for the first updates: above both by SURE standard errors over
-# questions.
-LIMIT = 2.0
-FIRST_LIMIT = 0.25
-SURE = 1.0
-# Bounds of the remaining path, as multiples of what was planned for the remaining rounds. With them the policy goes on
-# learning slowly when the budget is spent, and what was saved is not spent in a few long steps at the end.
+FORGETTING = 0.9  # the weight of a round in the slope is multiplied by this in each later round
+STEP_FACTOR = 2.0  # the scale rises or falls at most by this factor from round to round
+MAX_SCALE = 4.0  # while all advantages are 0, the policy does not move, and without a limit the scale would ever rise
+TAKEN_BACK_FACTOR = 16.0  # after an update was taken back, the scale falls by a factor from STEP_FACTOR to this
+# An update is taken back if the KL is above PLAN_LIMIT times what the plan allows, and also above TARGET_LIMIT times
+# the target, because the plan allows next to nothing for the first updates. To be sure, STANDARD_ERRORS of the KL are
+# subtracted from it before.
+PLAN_LIMIT = 2.0
+TARGET_LIMIT = 0.25
+STANDARD_ERRORS = 1.0
+# Bounds of the remaining path, as multiples of the path that the plan has for the remaining rounds. With MIN_REMAINING,
+# the policy still learns slowly when the target is reached early. With MAX_REMAINING, a path that was too short so far
+# is not made up for in a few long steps at the end.
 MIN_REMAINING = 0.25
 MAX_REMAINING = 2.0
-MAX_TARGETS = 100.0  # a KL of more than this many targets, or one that is not a number, counts as this many
-WEIGHTS = "weights/"  # what the names of the copied tensors begin with
+MAX_TARGETS = 100.0  # a KL above this many targets, or one that is nan, counts as this many targets
+# Prefixes of the names of the copied tensors.
+WEIGHTS = "weights/"
 MOMENTS = "moments/"
 STATE = ("scale", "rounding", "path", "last_rate", "sum_kl", "sum_squares", "rollbacks")  # attributes in checkpoints
 
 
 class KlBudget:
-    """Scales the policy's rate before each update, and takes updates back. It is part of a run's checkpoints."""
+    """Scales the policy's learning rate before each update, and takes updates back. Checkpoints have its state."""
 
     def __init__(
         self,
@@ -59,21 +63,21 @@ class KlBudget:
         self.optimizer = optimizer
         self.precision = precision
         self.round = 1
-        self.scale = 1.0  # of the scheduled rate
+        self.scale = 1.0  # the scheduled rate is multiplied by this
         self.rounding: float | None = None  # the KL before the first update, when policy and reference are equal
         self.path = 0.0
-        self.last_rate = 0.0  # of the last update
-        self.sum_kl = 0.0  # the sums of the slope
-        self.sum_squares = 0.0
-        self.rollbacks = 0  # of the guard
+        self.last_rate = 0.0  # the part of `path` that the last update added
+        self.sum_kl = 0.0  # sum_i w_i KL_i
+        self.sum_squares = 0.0  # sum_i w_i path_i^2
+        self.rollbacks = 0  # of the collapse guard
         self.undo: dict[str, Tensor] = {}  # weights and moments before the last update; empty: it cannot be taken back
-        self.metrics: dict[str, float] = {}  # of the round
+        self.metrics: dict[str, float] = {}  # of the current round
 
     def begin(self, number: int, rollbacks: int) -> None:
-        """Called in round `number` before it is learned from, with the number of rollbacks of the guard.
+        """Begins round `number`, before its update. `rollbacks` counts the rollbacks of the collapse guard so far.
 
-        After a rollback the weights are older than the last update, so it can no longer be taken back. The path that
-        led to them is shorter than `path`, so the rate is rather too low then.
+        After a rollback the weights are older than the last update, so that update can no longer be taken back. `path`
+        is not shortened, although the path to the older weights is shorter: this makes the rate rather too low.
         """
         self.round = number
         if rollbacks > self.rollbacks:
@@ -82,33 +86,33 @@ class KlBudget:
 
     @property
     def allowed(self) -> float:
-        """The KL that the plan allows after the rounds before this one."""
+        """The KL that the plan allows in this round, after the updates of the rounds before."""
         share = sum(self.rates[: self.round - 1]) / sum(self.rates)
         return self.target * share**2
 
     def judge_last_update(self, kl: float, error: float) -> bool:
-        """Judges the last update by the KL on this round's episodes, in nats per token, with its standard error.
+        """Judges the last update by the KL on this round's episodes, in nats per token, and the KL's standard error.
 
-        Sets the rate of the round's update. Returns False if the last update was taken back: then the policy that
-        sampled these episodes is gone, and nothing is to be learned from them.
+        Returns False if the last update was taken back: then the policy that sampled these episodes is gone, and they
+        must not be learned from. Else sets the learning rate of this round's update and returns True.
         """
         if self.rounding is None:
             if not math.isfinite(kl):  # a pass overflowed fp16, but no update has changed the KL yet
                 kl = 0.0
             self.rounding = kl
         kl -= self.rounding
-        if not kl <= MAX_TARGETS * self.target:  # nan is not
+        if not kl <= MAX_TARGETS * self.target:  # also if `kl` is nan
             kl = MAX_TARGETS * self.target
             error = 0.0
         self.sum_kl = FORGETTING * self.sum_kl + kl
         self.sum_squares = FORGETTING * self.sum_squares + self.path**2
         estimate = self._slope() ** 2 * self.path**2
-        limit = max(LIMIT * self.allowed, FIRST_LIMIT * self.target)
-        taken_back = bool(self.undo) and kl - SURE * error > limit
+        limit = max(PLAN_LIMIT * self.allowed, TARGET_LIMIT * self.target)
+        taken_back = bool(self.undo) and kl - STANDARD_ERRORS * error > limit
         if taken_back:
             self._take_back()
         else:
-            self._go_on()
+            self._prepare_update()
         self.metrics = {
             "kl_budget/kl": kl,
             "kl_budget/estimate": estimate,
@@ -118,7 +122,8 @@ class KlBudget:
         }
         return not taken_back
 
-    def _go_on(self) -> None:
+    def _prepare_update(self) -> None:
+        """Sets the learning rate of this round's update, and copies what is needed to take the update back."""
         if self.path:
             scale = min(self._scale_for(self.rates[self.round - 1 :]), MAX_SCALE)
             self.scale = _clamped(scale, low=self.scale / STEP_FACTOR, high=self.scale * STEP_FACTOR)
@@ -127,10 +132,14 @@ class KlBudget:
         self.path += self.last_rate
 
     def _take_back(self) -> None:
+        """Restores the weights and moments from before the last update, and lowers the scale."""
         self.path -= self.last_rate
-        scale = self._scale_for(self.rates[self.round :] or self.rates[-1:])
+        remaining_rates = self.rates[self.round :]  # without this round's, which will have no update
+        if not remaining_rates:
+            remaining_rates = self.rates[-1:]
+        scale = self._scale_for(remaining_rates)
         self.scale = _clamped(scale, low=self.scale / TAKEN_BACK_FACTOR, high=self.scale / STEP_FACTOR)
-        self.precision.changed_weights = True  # an interruption waits for the end of the round
+        self.precision.changed_weights = True  # so that an interruption waits for the end of the round
         with torch.no_grad():
             for name, parameter in optim.parameters(self.optimizer).items():
                 parameter.copy_(self.undo[WEIGHTS + name])
@@ -143,30 +152,37 @@ class KlBudget:
         self._set_rate()
 
     def _slope(self) -> float:
-        """Distance from the reference per unit of path; 0 as long as nothing is known of it."""
+        """The slope: distance from the reference per unit of path; 0 before the first update is measured."""
         if not self.sum_squares:
             return 0.0
         return math.sqrt(max(self.sum_kl, 0.0) / self.sum_squares)
 
     def _scale_for(self, rates: Sequence[float]) -> float:
-        """The scale with which the budget is spent after rounds with these scheduled rates."""
+        """The scale that takes the KL to the target in the remaining rounds. `rates` are their scheduled rates."""
         slope = self._slope()
         if not slope:
             return MAX_SCALE
         reach = math.sqrt(self.target) / slope
-        planned = reach * sum(rates) / sum(self.rates)
-        remaining_path = _clamped(reach - self.path, low=MIN_REMAINING * planned, high=MAX_REMAINING * planned)
+        planned_path = reach * sum(rates) / sum(self.rates)
+        remaining_path = _clamped(
+            reach - self.path,
+            low=MIN_REMAINING * planned_path,
+            high=MAX_REMAINING * planned_path,
+        )
         return remaining_path / sum(rates)
 
     def _set_rate(self) -> float:
-        """Scales the policy's rate, which the loop has set, for this round; returns it as a share of its peak."""
+        """Multiplies the policy's learning rate, which the loop sets in each round, by the scale.
+
+        Returns the product as a share of the peak.
+        """
         groups = [group for group in self.optimizer.param_groups if group["is_policy"]]
         for group in groups:
             group["lr"] *= self.scale
         return groups[0]["lr"] / groups[0]["peak_lr"]
 
     def _copies(self) -> dict[str, Tensor]:
-        """Copies of weights and moments in host memory."""
+        """Copies of weights and moments in host memory, by prefixed names."""
         copies = {}
         for name, weight in optim.parameters(self.optimizer).items():
             copies[WEIGHTS + name] = weight.detach().to("cpu", copy=True)
@@ -175,14 +191,14 @@ class KlBudget:
         return copies
 
     def state_dict(self) -> dict:
-        """Returns the state as JSON values, and `undo` as `tensors`, which are never changed in place."""
+        """Returns the state as JSON values, except `tensors`: those of `undo`, which are never changed in place."""
         state = {name: getattr(self, name) for name in STATE}
         if self.undo:
             state["tensors"] = self.undo
         return state
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores `state_dict`; raises R3LiteError if it is none."""
+        """Restores the state that `state_dict` returned; raises R3LiteError if `state` is no such state."""
         record = Record(state, Source("the checkpoint's KL budget", "Pass another checkpoint."))
         self.scale = record.number("scale", low=0, above=True)
         self.rounding = record.number("rounding", None)

@@ -35,11 +35,14 @@ class Trainer(Protocol):
     def step(self, number: int) -> tuple[dict, int]:
         """Takes step `number` = 1, 2, ...; returns its metrics, and how many tokens it processed.
 
-        The learning rate is set before. In RL a step takes several optimizer steps.
+        The loop sets the learning rate before each step. In RL a step takes several optimizer steps.
         """
 
     def rehearse(self) -> None:
-        """Runs a pass over the run's longest rows, with gradients; reduces its planned sizes if memory runs out."""
+        """Runs a pass over the run's longest rows, with gradients; reduces the run's memory figures if memory runs out.
+
+        No weight changes, and the gradients are dropped.
+        """
 
     def explain_overflow(self) -> str:
         """Says which layer's activations overflowed first in the last micro-batch."""
@@ -55,14 +58,14 @@ def train(
 
     On a GPU a pass over the longest rows is run first, so that a lack of memory shows in the first seconds and not
     after hours.
-    `oversight` validates between steps, and may restore the best checkpoint's weights. `spans`, which the trainer
-    records, are written as --track-spans says.
+    `oversight` validates between steps, and may restore the best checkpoint's weights. The trainer records `spans`, and
+    after each step the loop writes them as --track-spans says.
     """
     state = trainer.state
     schedule = run.config.schedule
-    done = run.restore_or_start(state)  # loads the checkpoint, if there is one; returns its steps
+    done = run.restore_or_start(state)  # loads the checkpoint, if there is one; returns the number of steps taken
     last = _last_step(run, done=done, total=trainer.total)
-    log = _open_log(run, done, trainer.total, state.precision.device)
+    log = _open_log(run, done, trainer.total, device=state.precision.device)
     span_log = open_span_log(
         spans,
         tracking=run.config.tracking,
@@ -72,7 +75,7 @@ def train(
     )
 
     def save(number: int) -> None:
-        """Writes the checkpoint of a step, after the log: no checkpoint may be newer than it."""
+        """Writes the log to the disk, then the checkpoint of step `number`: no checkpoint may be newer than the log."""
         log.sync()
         run.save(state, number)
 
@@ -81,11 +84,11 @@ def train(
             if done < last and state.precision.device.type in REHEARSED:
                 with interrupts.step():
                     trainer.rehearse()
-            record_of_step_0 = oversight.begin(done)  # of a validation before the first step
+            record_of_step_0 = oversight.begin(done)  # of a validation before the first step; None: there is none
             if record_of_step_0 is not None:
                 log.write(record_of_step_0)
                 log.sync()
-                # `write`, because `save` writes no step 0. A collapse may go back to it.
+                # A rollback may restore this checkpoint. `save` skips step `run.saved_step`, which is 0 at the start.
                 run.write(state, 0)
                 oversight.end_step(0)
                 span_log.write(0)
@@ -101,6 +104,7 @@ def train(
                             raise
                         record = {"step": number}  # a step that failed has no metrics
                         failure = error
+                    # May validate, and may roll back to the best checkpoint.
                     further_metrics, must_save = oversight.after(number, record, failure)
                     log.write(record | further_metrics)
                     interrupted = interrupts.any_rank_interrupted()
@@ -109,7 +113,7 @@ def train(
                         with spans.span("checkpoint"):
                             save(number)
                 oversight.end_step(number)  # may end the run by raising Collapse
-            interrupts.raise_if_interrupted()
+            interrupts.raise_if_interrupted()  # an interruption that had to wait for the end of the last step
     except (KeyboardInterrupt, Terminated, R3LiteError, OSError) as error:
         _say_how_to_go_on(run, error)
         raise
@@ -139,7 +143,10 @@ def _last_step(run: RunFolder, done: int, total: int) -> int:
 
 
 def _say_how_to_go_on(run: RunFolder, error: BaseException) -> None:
-    """Prints the command that continues a run which an error or an interruption ends."""
+    """Prints the command that continues a run which an error or an interruption ends.
+
+    Prints nothing for a Collapse, whose message has its own remedy, nor for an error before the first checkpoint.
+    """
     if run.saved_step and not isinstance(error, Collapse):
         print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt | Terminated):
@@ -166,12 +173,12 @@ def _open_log(run: RunFolder, done: int, total: int, device: torch.device) -> me
         total=total,
         label=run.command,
         tracker=tracker,
-        memory_of=metrics.memory_of(device),
+        memory_kind=metrics.memory_kind(device),
     )
 
 
 def _set_learning_rate(run: RunFolder, trainer: Trainer, number: int, scale: float) -> None:
-    """Sets the scheduled learning rate of a step, times `scale`."""
+    """Sets the scheduled learning rate of a step, times `scale`, which rollbacks reduce."""
     settings = run.config.optimizer
     share = optim.rate_share(
         number,
@@ -192,12 +199,15 @@ def _take_step(
 ) -> dict:
     """Takes a step and returns its record.
 
-    A step that fails or is interrupted before it changed a weight is undone, and the state before it is saved.
+    A step that ends with KeyboardInterrupt, Terminated or R3LiteError before it changed a weight is undone, and the
+    checkpoint of the step before is saved. After any other error, or once a weight has changed, the run can only be
+    continued from an earlier checkpoint.
     """
     state = trainer.state
     snapshot = state.snapshot()
     start = time.perf_counter()
-    run.ranks.begin_step(f"{run.config.common.seed}/{number}")  # seeds dropout, if there are several ranks
+    # Seeds dropout if there are several ranks; a single process goes on with its generator, which checkpoints have.
+    run.ranks.begin_step(f"{run.config.common.seed}/{number}")
     try:
         with interrupts.step():
             step_metrics, tokens = trainer.step(number)
@@ -205,7 +215,7 @@ def _take_step(
         if not state.precision.changed_weights:
             state.rewind(snapshot)
             save(number - 1)
-        # Only the first rank explains: another one may have run no row, and has then no micro-batch to look at.
+        # Only the first rank explains: another rank may have run no row, and then has no micro-batch to run again.
         if isinstance(error, NonFiniteGradients) and run.ranks.first:
             raise NonFiniteGradients(
                 f"{error.cause}\n  {trainer.explain_overflow()}", error.remedy, code=error.code
@@ -221,7 +231,7 @@ def _take_step(
         "num_tokens": state.num_tokens,
     }
     if state.precision.scaler is not None:
-        record["skipped_steps"] = state.precision.skipped
+        record["skipped_steps"] = state.precision.skipped  # so far, because gradients overflowed fp16
     record["step_time"] = seconds
     record["tokens_per_second"] = tokens / seconds
     record["peak_memory_mib"] = metrics.peak_memory_mib(state.precision.device)

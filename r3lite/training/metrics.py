@@ -1,4 +1,4 @@
-"""The run's log: one record per step in `metrics.jsonl`, and the same record as a progress line.
+"""The run's log: one record per step in `metrics.jsonl`, and some of its metrics as a progress line.
 
 Metrics that TRL has, too, are named as in TRL: loss, grad_norm, learning_rate, num_tokens, epoch, eval_loss, kl,
 reward and others.
@@ -25,16 +25,18 @@ from r3lite.devices.live_tensors import MIB
 if TYPE_CHECKING:  # loaded at run time for --track only
     from r3lite.training.tracking import Tracker
 
-# Metrics that differ between repeated runs; all others are equal to the bit. (`judge/` counts the calls and the cost of
-# one process; after a resume, earlier verdicts come from the cache, as queries do from that of --query-cache.)
+# Metrics that differ between repeated runs; all others are equal to the bit. The metrics `judge/` count the calls and
+# the cost of one process. After a resume they differ, because verdicts of the first process are read from a cache; so
+# are the documents of queries with --query-cache.
 MEASURED = ("step_time", "tokens_per_second", "peak_memory_mib", "queries/cached_ratio")
 MEASURED_GROUPS = ("time/", "judge/")
 LINES = 20  # progress lines of a run whose stderr is a file
-BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"  # tqdm's, without its estimate of the remaining time
+# The default format of tqdm without its estimate of the remaining time.
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 def repeatable(record: dict) -> dict:
-    """Returns a record without times, memory and cost."""
+    """Returns a record without the metrics that differ between repeated runs: times, memory and cost."""
     metrics = {}
     for name, value in record.items():
         if name not in MEASURED and not name.startswith(MEASURED_GROUPS):
@@ -43,13 +45,16 @@ def repeatable(record: dict) -> dict:
 
 
 def peak_memory_mib(device: torch.device) -> float | None:
-    """Returns the peak memory of this process: of PyTorch's allocator on CUDA, else resident; None if unknown."""
+    """Returns the peak memory of this process: on CUDA that of PyTorch's allocator, else the resident memory.
+
+    None if the system does not tell it.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / MIB
     status = Path("/proc/self/status")
-    if status.exists():  # Linux; its getrusage would count what the parent process once held
+    if status.exists():  # Linux, where getrusage would count memory that the parent process once held
         for line in status.read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith("VmHWM:"):  # in KiB
                 return int(line.split()[1]) / 1024
         return None
     try:
@@ -63,6 +68,7 @@ def peak_memory_mib(device: torch.device) -> float | None:
 
 
 def _peak_memory_mib_on_windows() -> float | None:
+    """Returns the peak resident memory of this process; None if Windows does not tell it."""
     import ctypes
     from ctypes import wintypes
 
@@ -113,6 +119,7 @@ def means_by_source(
     """Returns `metric`, the mean over all tokens, and as `METRIC/NAME` the mean over the tokens of each named source.
 
     `parts` has what each source's tokens contribute to the mean over all tokens, which is the sum of the parts.
+    `tokens` has the number of each source's tokens.
     """
     token_count = sum(tokens.values())
     means = {metric: float(sum(parts.values()))}
@@ -122,7 +129,7 @@ def means_by_source(
     return means
 
 
-# The metrics of the progress line in order, with their formats; those that a record lacks are left out.
+# The metrics of the progress line in order, with their formats. Metrics that a record lacks are left out.
 PROGRESS = {
     "loss": "loss {:.4f}",
     "eval_loss": "eval_loss {:.4f}",
@@ -134,7 +141,7 @@ PROGRESS = {
     "grad_norm": "grad_norm {:.3g}",
     "learning_rate": "lr {:.2g}",
     "tokens_per_second": "{:.0f} tok/s",
-    "peak_memory_mib": "{memory_of} {:.0f} MiB",
+    "peak_memory_mib": "{memory_kind} {:.0f} MiB",
 }
 
 
@@ -148,45 +155,46 @@ class Clock:
     def __init__(self, read_time: Callable[[], float] = time.perf_counter):
         self.read_time = read_time
         self.start = read_time()
-        self.first_end: float | None = None  # when the first step ended
+        self.first_end: float | None = None  # the time at which the first step ended
         self.steps_since_first = 0
 
-    def remaining(self, steps: int) -> float:
-        """Returns the seconds that `steps` further steps take; called at the end of each step."""
-        time = self.read_time()
+    def end_step(self, steps_left: int) -> float:
+        """Counts a step that ends now; returns the estimated seconds of the `steps_left` steps after it."""
+        step_end = self.read_time()
         if self.first_end is None:
-            self.first_end = time
-            return steps * (time - self.start)
+            self.first_end = step_end
+            return steps_left * (step_end - self.start)
         self.steps_since_first += 1
-        return steps * (time - self.first_end) / self.steps_since_first
+        return steps_left * (step_end - self.first_end) / self.steps_since_first
 
 
 def writing(path: Path) -> contextlib.AbstractContextManager:
-    """Returns a context whose OSErrors say that this file could not be written, such as on a full disk."""
+    """Returns a context that turns an OSError, as on a full disk, into an R3LiteError that names the file."""
     return explained(
         OSError, f"{path} cannot be written", "Free disk space; continue with --resume auto.", code="metrics-unwritable"
     )
 
 
 def _plain(value):
-    """The value for JSON, which has no nan and no inf: they become null."""
+    """Returns the value for JSON: None, which is written as null, for nan and inf, which JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
 
 
-def memory_of(device: torch.device) -> str:
-    """Returns what `peak_memory_mib` measures, for the progress line. The memory plan counts tensors alone."""
+def memory_kind(device: torch.device) -> str:
+    """Returns what `peak_memory_mib` measures, for the progress line: only "tensors" can be compared with the plan."""
     if device.type == "cuda":
         return "tensors"
     return "process"
 
 
-def _progress_line(record: dict, memory_of: str) -> str:
+def _progress_line(record: dict, memory_kind: str) -> str:
+    """Returns the metrics of PROGRESS that a record has, in a line."""
     parts = []
     for name, form in PROGRESS.items():
         if record.get(name) is not None:
-            parts.append(form.format(record[name], memory_of=memory_of))
+            parts.append(form.format(record[name], memory_kind=memory_kind))
     return "  ".join(parts)
 
 
@@ -204,10 +212,10 @@ NO_TRACKER = NoTracker()
 
 
 class MetricsLog:
-    """`metrics.jsonl` of a run that stands at `start` of `total` steps, and its progress bar.
+    """`metrics.jsonl` of a run that has taken `start` of its `total` steps, and its progress bar.
 
-    On a terminal one bar is updated in place; if stderr is a file, about LINES lines are printed over the run. A
-    `tracker` gets every record, too. `memory_of` says what the peak memory is of (see the function of this name).
+    On a terminal one bar is updated in place; if stderr is a file, about LINES lines are printed over the run. The
+    `tracker` gets every record, too. `memory_kind` is what the function of this name returns.
     """
 
     def __init__(
@@ -217,40 +225,40 @@ class MetricsLog:
         total: int,
         label: str,
         tracker: "Tracker | NoTracker" = NO_TRACKER,
-        memory_of: str = "process",
+        memory_kind: str = "process",
     ):
         self.path = output / run_files.METRICS
         self.total = total
         self.label = label
         self.tracker = tracker
-        self.memory_of = memory_of
-        self.line_every = max(1, total // LINES)  # steps
+        self.memory_kind = memory_kind
+        self.line_every = max(1, total // LINES)  # steps from one line to the next
         self.file = open(self.path, "a", encoding="utf-8", newline="\n")  # noqa: SIM115
         self.bar = tqdm(
             initial=start,
             total=total,
             desc=label,
             unit="step",
-            disable=None,  # on a terminal only
+            disable=None,  # shows the bar on a terminal only
             bar_format=BAR,
         )
         self.clock = Clock()
 
     def write(self, record: dict) -> None:
-        """Appends one step's record and shows it. Step 0 is what was measured before the first."""
+        """Appends one step's record and shows it. The record of step 0 is of a validation before the first step."""
         step = record["step"]
         record = {name: _plain(value) for name, value in record.items()}
         with writing(self.path):
             self.file.write(json.dumps(record, ensure_ascii=False) + "\n")
             self.file.flush()
         self.tracker.write(record)
-        line = _progress_line(record, self.memory_of)
+        line = _progress_line(record, self.memory_kind)
         if step == 0:
-            self.clock = Clock()  # the validation before the first step does not count
+            self.clock = Clock()  # begins anew: the time of the validation does not count
         else:
-            remaining = self.clock.remaining(self.total - step)
-            if remaining:
-                line += f"  ETA {tqdm.format_interval(remaining)}"
+            seconds_left = self.clock.end_step(self.total - step)
+            if seconds_left:
+                line += f"  ETA {tqdm.format_interval(seconds_left)}"
         self.bar.set_postfix_str(line, refresh=False)
         self.bar.update(0 if step == 0 else 1)
         has_line = step % self.line_every == 0 or step in (1, self.total)
@@ -283,25 +291,29 @@ class NoLog:
 
 
 def read(path: Path) -> list[dict]:
-    """Returns the records of a log without a last line that a kill cut off.
+    """Returns the records of a log. A last line that a kill cut off is left out.
 
-    Raises R3LiteError if any other line has no step.
+    Raises R3LiteError if any other line is not a record with a step.
     """
     records, _ = _read(path)
     return records
 
 
 def _read(path: Path) -> tuple[list[dict], bytes]:
+    """Returns the records of a log, and its last line if that was cut off, else nothing."""
     remedy = "Fix or remove the line, and run again."
     return own_records(path, "step", _is_record, "a training run", remedy)
 
 
 def _is_record(record: dict) -> bool:
-    return type(record.get("step")) is int  # True is an int to isinstance
+    return type(record.get("step")) is int  # isinstance would accept True
 
 
-def up_to(path: Path, step: int) -> list[dict]:
-    """Returns the records of a log up to a step, which a resumed run keeps; warns of a last line that was cut off."""
+def read_up_to(path: Path, step: int) -> list[dict]:
+    """Returns the records of a log up to a step, with which a resumed run goes on.
+
+    Prints a note if the last line was cut off.
+    """
     records, torn = _read(path)
     if torn:
         print(f"{path}: ignoring the incomplete last line", file=sys.stderr)

@@ -1,6 +1,6 @@
 """AdamW over named parameters, its learning-rate schedule, and its state as plain tensors.
 
-Knows no model. The schedule is a function of the step alone, so that a resumed run needs no scheduler state.
+Knows no model. The schedule is a function of the step's number alone, so a resumed run needs no scheduler state.
 """
 
 import math
@@ -11,20 +11,20 @@ from torch import Tensor, nn
 
 from r3lite.training.adamw8 import AdamW8
 
-MOMENTS = ("step", "exp_avg", "exp_avg_sq")  # what AdamW keeps for each parameter
+STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")  # what AdamW has for each parameter: step count, two moments
 
 
 @dataclass(frozen=True)
 class ParameterGroup:
-    """Parameters with one peak learning rate, by names that are unique in the run."""
+    """Parameters with the same peak learning rate. Their names are unique in the run."""
 
     parameters: dict[str, nn.Parameter]
-    learning_rate: float
+    learning_rate: float  # the peak
     is_policy: bool = True  # False: a critic, whose learning rate --kl-budget does not scale
 
 
 def adamw(groups: list[ParameterGroup], weight_decay: float) -> torch.optim.AdamW:
-    """Returns AdamW (arXiv 1711.05101). The fused kernel, which MPS lacks, makes no temporary copies of the moments."""
+    """Returns AdamW (arXiv 1711.05101). Except on MPS it has the fused kernel, which makes no copies of the moments."""
     param_groups = []
     devices = set()
     for group in groups:
@@ -56,12 +56,12 @@ def rate_share(
     floor: float,
     schedule: str = "cosine",
 ) -> float:
-    """Returns the learning rate of step 1..total as a share of the peak.
+    """Returns the learning rate of a step from 1 to `total`, as a share of the peak.
 
-    It rises linearly in the warm-up, and then falls by a cosine or a line towards `floor`. With
-    w = ceil(warmup * total) steps of warm-up, at most total - 1, step k <= w has k / (w + 1); step w + 1 has the whole
-    peak, and `floor` would be reached one step after the last, so that no step is without effect even at floor 0. With
-    schedule "constant", the floor must be 1.
+    `warmup` is a share of the steps. With w = min(ceil(warmup * total), total - 1) steps of warm-up, the share rises
+    linearly: it is k / (w + 1) in step k <= w, and 1 in step w + 1. From there on it falls by a cosine or a line. It
+    would be `floor` one step after the last, so even with floor 0 it is above 0 in all steps. With the schedule
+    "constant", the floor must be 1.
     """
     assert 1 <= step <= total, (step, total)
     warmup_steps = min(math.ceil(warmup * total), total - 1)
@@ -87,33 +87,33 @@ def current_rate(optimizer: torch.optim.Optimizer) -> float:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Returns the moments as `<parameter>.<moment>`; a parameter that was never updated has none."""
+    """Returns the state as tensors by `<parameter>.<state name>`; a parameter that was never updated has none."""
     tensors = {}
     for name, parameter in parameters(optimizer).items():
-        for moment, tensor in optimizer.state.get(parameter, {}).items():
-            tensors[f"{name}.{moment}"] = tensor
+        for state_name, tensor in optimizer.state.get(parameter, {}).items():
+            tensors[f"{name}.{state_name}"] = tensor
     return tensors
 
 
 def load_state_tensors(optimizer: torch.optim.Optimizer, tensors: dict[str, Tensor]) -> None:
-    """Loads what `state_tensors` returned."""
-    if isinstance(optimizer, AdamW8):  # PyTorch would convert its uint8 codes to floats
+    """Restores the state that `state_tensors` returned; for AdamW8, removes it from `tensors`."""
+    if isinstance(optimizer, AdamW8):  # the load_state_dict of PyTorch would convert the uint8 codes to floats
         _load_adamw8(optimizer, tensors)
         return
     state = optimizer.state_dict()
     state["state"] = {}
     for i, name in enumerate(parameters(optimizer)):
         if f"{name}.step" in tensors:
-            state["state"][i] = {moment: tensors[f"{name}.{moment}"] for moment in MOMENTS}
+            state["state"][i] = {state_name: tensors[f"{name}.{state_name}"] for state_name in STATE_NAMES}
     optimizer.load_state_dict(state)
 
 
 def _load_adamw8(optimizer: AdamW8, tensors: dict[str, Tensor]) -> None:
-    """Moves the tensors of each parameter to its device, one parameter at a time, and takes them out of `tensors`."""
+    """Moves the state of each parameter from `tensors` to the parameter's device, one parameter at a time."""
     for name, parameter in parameters(optimizer).items():
         keys = [key for key in tensors if key.rpartition(".")[0] == name]
-        moments = {}
+        state = {}
         for key in keys:
-            moment = key.rpartition(".")[2]
-            moments[moment] = tensors.pop(key).to(parameter.device, copy=True)
-        optimizer.state[parameter] = moments
+            state_name = key.rpartition(".")[2]
+            state[state_name] = tensors.pop(key).to(parameter.device, copy=True)
+        optimizer.state[parameter] = state

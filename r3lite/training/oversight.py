@@ -1,4 +1,4 @@
-"""Between the steps of a run: validations, the best checkpoint, and rollbacks when the guard raises an alarm.
+"""What happens between the steps of a run: validations, saving the best checkpoint, rollbacks at alarms of the guard.
 
 Knows no algorithm and no data: the command hands in the validation.
 """
@@ -28,9 +28,10 @@ class Validator(Protocol):
     """Measures the model on held-out questions."""
 
     def measure(self) -> tuple[dict, list[float] | None]:
-        """The metrics, and the F1 of each question in an order that never changes.
+        """Returns metrics, and the F1 of each question in an order that never changes.
 
-        None instead of the F1s if the retriever failed on a question; the metric `retrieval_failures` counts those.
+        If the retriever failed on questions, there is None instead of the F1s; the metric `retrieval_failures` is the
+        number of these questions.
         """
 
 
@@ -54,7 +55,7 @@ NO_OVERSIGHT = NoOversight()
 
 
 class Oversight:
-    """Validates, guards and rolls back one run. The numbers of the guard are among the parts of the run's state."""
+    """Validates, guards and rolls back one run. The guard's own state is a part of the run's state."""
 
     def __init__(
         self,
@@ -67,7 +68,10 @@ class Oversight:
         spans: Spans = NO_SPANS,
         penalizes_kl: bool = False,
     ):
-        """`total` are the steps of the run. With `penalizes_kl`, --kl-beta is above 0, and a rollback raises it."""
+        """`total` is the number of steps of the run. `penalizes_kl` is True if --kl-beta is above 0.
+
+        A rollback lowers the learning rate, and raises the weight of the KL penalty if there is one.
+        """
         self.run = run
         self.state = state
         self.guard = guard
@@ -87,47 +91,48 @@ class Oversight:
 
     @property
     def rate_scale(self) -> float:
-        """The factor of the learning rates after the rollbacks so far."""
+        """The factor by which the rollbacks so far have lowered the learning rates."""
         return self.guard.rate_scale
 
     def begin(self, done: int) -> dict | None:
-        """Called after `run.restore_or_start`, with the steps taken; returns the record of a validation before step 1.
+        """Called after `run.restore_or_start`, with the number of steps taken. Validates before step 1, if there is a
+        validation, and returns its record; otherwise None.
 
-        None if there is no such validation. With a record, the caller must write a checkpoint of step 0: it stays the
-        best one if the run gets worse in its first step.
+        With a record, the caller must write a checkpoint of step 0. It remains the best one if the run gets worse from
+        its first step on.
         """
-        if self.best is not None and not self.run.keep(self.best):
+        if self.best is not None and not self.run.keep_best(self.best):
             cause = f"the best checkpoint, of step {self.best}, was deleted"
             print(f"warning: {cause}; the next validation counts as the best", file=sys.stderr)
             self.guard.best = None
         if self.validation is None or done or self.best is not None:
             return None
-        metrics, each = self._validate(0)
-        if each is not None:
-            self.guard.take_validation(0, each)
+        metrics, question_f1s = self._validate(0)
+        if question_f1s is not None:
+            self.guard.take_validation(0, question_f1s)
         return {"step": 0, **metrics}
 
     @property
     def can_go_back(self) -> bool:
-        """Says if an alarm restores the weights of the best checkpoint, instead of only printing a warning."""
+        """True if an alarm restores the weights of the best checkpoint; False if it only prints a warning."""
         return self.guard.settings.guard == "roll-back" and self.best is not None
 
     def after(self, step: int, record: dict, failure: NotFinite | None = None) -> tuple[dict, bool]:
-        """Called after each step with its record; returns further metrics, and if a checkpoint must be written.
+        """Called after each step with its record; returns further metrics, and whether a checkpoint must be written.
 
-        `failure` is the error that ended the step early. Like a NotFinite of the validation, it counts as an alarm; it
-        is raised if there is no checkpoint to go back to, because weights that are nan stay nan.
+        `failure` is the error that ended the step early. It counts as an alarm, like a NotFinite of the validation.
+        Without a checkpoint to go back to, the error is raised, because weights that are nan stay nan.
         """
         metrics: dict = {}
-        each = None
+        question_f1s = None
         is_due = step % self.settings.eval_every == 0 or step == self.total
         if failure is None and self.validation and is_due:
             try:
-                metrics, each = self._validate(step)
+                metrics, question_f1s = self._validate(step)
             except NotFinite as error:
                 failure = error
         if failure is None:
-            alarm = self.guard.check(step, record, each)
+            alarm = self.guard.check(step, record, question_f1s)
         elif self.can_go_back:
             alarm = Alarm(None, failure.cause.splitlines()[0])
         else:
@@ -137,20 +142,20 @@ class Oversight:
         must_save = self.best == step
         if alarm is not None:
             metrics["guard/alarm"] = alarm.limit or "not_finite"
-            restored = self._heed(step, alarm)
+            restored = self._act_on(step, alarm)
             must_save = must_save or restored
         return metrics, must_save
 
     def end_step(self, step: int) -> None:
-        """Called after each step, when its checkpoint, if due, is written; raises Collapse if the run must end."""
+        """Called after each step, once its checkpoint is written if one is due; raises Collapse if the run must end."""
         if self.best == step:
-            self.run.keep(step)
+            self.run.keep_best(step)
         if self.collapse is not None:
             self.run.write_adapter(self.state, self.best)
             raise self.collapse
 
     def note(self) -> str:
-        """Says at the end of the run which adapter is the best and where the last one is; empty without validation."""
+        """Returns for the end of the run which adapter is best and where the last one is; empty without validation."""
         best = self.guard.best
         if best is None:
             return ""
@@ -160,18 +165,23 @@ class Oversight:
         return message
 
     def _validate(self, step: int) -> tuple[dict, list[float] | None]:
+        """Returns the metrics of a validation under their names in the log, and the F1 of each question (`measure`)."""
         start = time.perf_counter()
         with self.spans.span("validate"):
-            metrics, each = self.validation.measure()
-        if each is None:
+            metrics, question_f1s = self.validation.measure()
+        if question_f1s is None:
             cause = f"the retriever failed on {metrics['retrieval_failures']} validation questions"
             _say(f"warning: step {step}: {cause}; it is ignored")
-        named = {f"eval/{name}": value for name, value in metrics.items()}
-        named["time/validate"] = time.perf_counter() - start
-        return named, each
+        named_metrics = {f"eval/{name}": value for name, value in metrics.items()}
+        named_metrics["time/validate"] = time.perf_counter() - start
+        return named_metrics, question_f1s
 
-    def _heed(self, step: int, alarm: Alarm) -> bool:
-        """Prints an alarm and acts on it: warns, rolls back or ends the run; returns if weights have changed."""
+    def _act_on(self, step: int, alarm: Alarm) -> bool:
+        """Prints an alarm. Then it only warns, or restores the best checkpoint; after the last rollback it also sets
+        `collapse`, with which `end_step` ends the run.
+
+        Returns whether a checkpoint was restored.
+        """
         guard = self.guard
         problem = f"step {step}: {alarm.message}"
         if alarm.limit:
@@ -181,7 +191,7 @@ class Oversight:
             _say(f"warning: {problem}: the run may be collapsing{hint}")
             return False
         best = f"step {guard.best.step} (validation F1 {guard.best.f1:.3f})"
-        if self.best != step:  # if equal, the weights are in place, and their checkpoint is not written yet
+        if self.best != step:  # else the model has the best weights now, and their checkpoint is not written yet
             folder = self.run.output / f"checkpoint-{self.best}"
             self.state.go_back(self.run.ranks.from_first(lambda: checkpoint.read(folder)))
         if guard.rollbacks == guard.settings.guard_rollbacks:

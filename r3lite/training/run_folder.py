@@ -30,14 +30,15 @@ from r3lite.core.files import (
 )
 from r3lite.core.inherited import ADAPTER, CHECKPOINT, folders_by_step
 from r3lite.core.invocation import to_toml, with_values
-from r3lite.core.processes import world
+from r3lite.core.processes import torchrun_world
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.models.weights import resolve_folder
 from r3lite.settings import Common, ModelSettings, OptimizerSettings, Schedule, TrackSettings
 from r3lite.training import checkpoint, metrics
 from r3lite.training.state import TrainState
 
-LOGS_OF_SHELLS = (".log", ".txt", ".out", ".err")  # a scheduler or `> log.txt` may have put them there before the run
+# A scheduler, or a shell with `> log.txt`, may put files with these endings into the folder before the run begins.
+LOGS_OF_SHELLS = (".log", ".txt", ".out", ".err")
 NOT_AVERAGED = ("step", "epoch", "num_tokens", "learning_rate")  # metrics whose means are not in summary.json
 
 
@@ -53,19 +54,19 @@ class RunConfig(Protocol):
 
 @dataclass(frozen=True)
 class _Origin:
-    """The folder that a run writes to, and the checkpoint that it goes on from."""
+    """The folder that a run writes to, and the checkpoint that the run goes on from."""
 
     output: Path
-    elsewhere: bool  # the run came from another folder
+    from_other_folder: bool  # True if the checkpoint is in another run's folder
     source: Path | None  # the folder of the checkpoint; None: a new run
-    loaded: checkpoint.Checkpoint | None
+    loaded: checkpoint.Checkpoint | None  # what that folder holds
 
 
 class RunFolder:
     """The folder of one run, which no other process may write to until the context of this object ends.
 
-    Constructing it only checks; `begin` writes, once the model and the data are loaded. Of several ranks the first one
-    alone reads and writes it, and sends the others what it holds.
+    Constructing it only checks; `restore_or_start` writes, once the model and the data are loaded. Of several ranks,
+    only the first one reads and writes the folder, and sends the others what it has read.
     """
 
     def __init__(
@@ -78,22 +79,22 @@ class RunFolder:
     ):
         """Opens the folder that --output names, or `default` if it names none.
 
-        `logs` are JSON-lines files with a `step` that the recipe keeps beside metrics.jsonl. On resume they are cut at
-        the checkpoint's step, as metrics.jsonl is.
+        `logs` are further JSON-lines files of the command, whose lines have a `step`. On resume they are cut after the
+        checkpoint's step, as metrics.jsonl is.
         Raises R3LiteError for a folder of another run, nothing to resume from, or settings that differ.
         """
         self.command = command
         self.config = config
         self.logs = (run_files.METRICS, *logs)
         self.ranks = ranks
-        self.saved_step = 0
-        self.best: int | None = None  # step of a checkpoint that stays, however old it is
-        self.base: str | None = None  # fingerprint of the base model, known once that is loaded
-        self.notes: dict[str, Any] = {}  # further JSON files by name, which are written when the run begins
+        self.saved_step = 0  # the step of the newest checkpoint in this folder; 0 if there is none
+        self.best: int | None = None  # the step of the best checkpoint, which is never pruned
+        self.base: str | None = None  # fingerprint of the base model; `restore_or_start` sets it
+        self.notes: dict[str, Any] = {}  # content of further JSON files, by name; written when the run begins
         self._lock = contextlib.ExitStack()
         origin = ranks.from_first(lambda: self._open(default))
         self.output = origin.output
-        self.elsewhere = origin.elsewhere
+        self.from_other_folder = origin.from_other_folder
         self.source = origin.source
         self.loaded = origin.loaded
 
@@ -103,7 +104,7 @@ class RunFolder:
         output = self.config.common.output
         came_from = _folder_to_resume(resume, output)  # None: a fresh start
         self.output = Path(output or came_from or default)
-        elsewhere = came_from is not None and came_from.resolve() != self.output.resolve()
+        from_other_folder = came_from is not None and came_from.resolve() != self.output.resolve()
         with contextlib.ExitStack() as lock:
             lock.enter_context(sole_writer(self.output))
             source = _checkpoint_to_resume(resume, came_from)
@@ -111,14 +112,14 @@ class RunFolder:
             if source is not None:
                 loaded = checkpoint.read(source)
                 self._check_settings(loaded.state, source)
-            if loaded is None or elsewhere:
+            if loaded is None or from_other_folder:
                 self._check_free(resume)
             if source is not None:
                 print(f"continuing from {source}", file=sys.stderr)
             elif resume:
                 print(f"{self.output} has no checkpoint to resume: a new run begins", file=sys.stderr)
             self._lock = lock.pop_all()
-        return _Origin(self.output, elsewhere, source, loaded)
+        return _Origin(self.output, from_other_folder, source, loaded)
 
     def __enter__(self) -> "RunFolder":
         return self
@@ -127,7 +128,7 @@ class RunFolder:
         self._lock.close()
 
     def _check_settings(self, state: dict, source: Path) -> None:
-        """Refuses the checkpoint `source` if its state is of another command or has other settings."""
+        """Raises R3LiteError if the state of the checkpoint `source` is of another command or has other settings."""
         if state["command"] != self.command:
             cause = f"{source} is a checkpoint of {state['command']}, not of {self.command}"
             raise R3LiteError(
@@ -143,9 +144,9 @@ class RunFolder:
             )
 
     def _check_free(self, resume: str | None) -> None:
-        """Raises R3LiteError for a fresh start in a folder that is not empty.
+        """Raises R3LiteError if a run may not start in the folder because the folder is not empty.
 
-        With --resume auto it may hold an earlier start of this run without a checkpoint, or logs of a shell.
+        With --resume auto, it may hold what this run left before its first checkpoint, or logs of a shell.
         """
         names = names_in(self.output)
         if resume == "auto" and run_files.CONFIG in names:
@@ -172,7 +173,10 @@ class RunFolder:
         return f"{start} r3lite.{self.command} --config {config_file} --resume auto"
 
     def restore_or_start(self, state: TrainState) -> int:
-        """Puts the checkpoint, if any, into `state` and makes the folder ready; returns the steps already taken."""
+        """Loads the checkpoint, if there is one, into `state`, and makes the folder ready.
+
+        Sets `base`. Returns the number of steps taken so far. Raises R3LiteError if the base model has changed since.
+        """
         self.base = folder_fingerprint(resolve_folder(self.config.model.model))
         if self.ranks.size > 1:
             weights = state.weights_fingerprint()
@@ -183,24 +187,24 @@ class RunFolder:
         logs = {}
         if self.ranks.first:
             last_logged = step if self.loaded else -1  # a fresh start drops even the validation before step 1
-            logs = {name: metrics.up_to(came_from / name, last_logged) for name in self.logs}
+            logs = {name: metrics.read_up_to(came_from / name, last_logged) for name in self.logs}
         if self.loaded:
             self._restore(state, self.loaded)
         if self.ranks.first:
             self._make_ready(step, logs)
-        self.saved_step = 0 if self.elsewhere else step
+        self.saved_step = 0 if self.from_other_folder else step
         self.loaded = None  # its tensors have been copied
         return step
 
     def _make_ready(self, step: int, logs: dict[str, list[dict]]) -> None:
-        """Removes what belongs to later steps than `step`, and writes the config and the logs up to there."""
+        """Removes checkpoints of later steps than `step`; writes the config, the notes and the logs up to `step`."""
         sweep(self.output)
         for checkpoint_step, folder in folders_by_step(self.output).items():
-            if checkpoint_step > step:  # unsound, or beyond the checkpoint that the user went back to
+            if checkpoint_step > step:  # damaged, or later than the checkpoint that the user named
                 print(f"removing {folder}: the run continues from step {step}", file=sys.stderr)
                 checkpoint.remove(folder)
                 (self.output / run_files.SUMMARY).unlink(missing_ok=True)  # else a report takes the run for complete
-        # The config to go on with: it names this folder, and not how this process was started.
+        # The config with which `--resume auto` goes on: it names this folder, but not how this process was started.
         config = with_values(self.config, {"output": str(self.output), "resume": None, "stop_after": None})
         write_text(self.output / run_files.CONFIG, to_toml(config, self.command))
         for name, value in self.notes.items():
@@ -209,7 +213,8 @@ class RunFolder:
             write_jsonl(self.output / name, records)
 
     def _restore(self, state: TrainState, loaded: checkpoint.Checkpoint) -> None:
-        base = loaded.state.get("base")  # None: of a version that did not keep it
+        """Loads a checkpoint into `state`; raises R3LiteError if it is of another base model."""
+        base = loaded.state.get("base")  # None: written by a version that did not store it
         if base is not None and base != self.base:
             cause = f"the files of the base model {self.config.model.model} have changed since the run started"
             raise R3LiteError(cause, "Restore them, or start a new run with --adapter.", code="base-changed")
@@ -225,31 +230,38 @@ class RunFolder:
             self.write(state, step)
 
     def write(self, state: TrainState, step: int) -> None:
-        """Writes the checkpoint of a step in any case, and removes the oldest ones."""
+        """Writes the checkpoint of a step, even if there is one, and removes the oldest checkpoints."""
         if self.ranks.first:
-            with self._writing(f"the checkpoint of step {step}"):
+            with self._write_errors(f"the checkpoint of step {step}"):
                 run = {"command": self.command, "settings": flat(self.config), "base": self.base}
                 save_adapter = state.save_adapter if state.result == ADAPTER else None
                 checkpoint.write(self.output, state.checkpoint(step, run), save_adapter)
             checkpoint.prune(self.output, self.config.schedule.keep_checkpoints, self.best)
         self.saved_step = step
 
-    def keep(self, step: int) -> bool:
-        """Keeps the checkpoint of a step from now on, if it is here or where the run came from; returns if it is."""
+    def keep_best(self, step: int) -> bool:
+        """Makes the checkpoint of a step the best one, which is never pruned; returns False if it does not exist.
+
+        If it is only in the folder that the run came from, it is copied.
+        """
         exists = self.ranks.from_first(lambda: self._fetch(step))
         self.best = step if exists else None
         return exists
 
     def _fetch(self, step: int) -> bool:
-        """Copies the checkpoint of a step from where the run came from, unless it is here; returns if it is here."""
+        """Copies the checkpoint of a step from the folder that the run came from, unless this folder has it.
+
+        Returns whether this folder has it now.
+        """
         folder = self.output / f"checkpoint-{step}"
         source = self.source.parent / folder.name if self.source else folder
         if not folder.exists() and source.exists():
-            with self._writing(f"the checkpoint of step {step}"):
+            with self._write_errors(f"the checkpoint of step {step}"):
                 checkpoint.replace_folder(folder, partial(shutil.copytree, source, dirs_exist_ok=True))
         return folder.exists()
 
-    def _writing(self, file: str) -> contextlib.AbstractContextManager:
+    def _write_errors(self, file: str) -> contextlib.AbstractContextManager:
+        """Raises R3LiteError in place of the errors of writing `file`."""
         remedy = "Check the disk space and the folder, then continue with --resume auto."
         return explained(
             (OSError, SafetensorError), f"{file} cannot be written in {self.output}", remedy, code="run-unwritable"
@@ -264,7 +276,7 @@ class RunFolder:
         else:
             source = self.output / f"checkpoint-{step}" / ADAPTER
             fill = partial(shutil.copytree, source, dirs_exist_ok=True)
-        with self._writing(f"the {state.result}"):
+        with self._write_errors(f"the {state.result}"):
             checkpoint.replace_folder(self.output / state.result, fill)
 
     def write_results(self, state: TrainState, total: int) -> None:
@@ -285,16 +297,16 @@ class RunFolder:
             f"{state.result}_step": total if self.best is None else self.best,
             "checkpoint": f"checkpoint-{total}",
         }
-        with self._writing("the summary"):
+        with self._write_errors("the summary"):
             write_json(self.output / run_files.SUMMARY, summary)
 
 
 def check_folder(command: str, config: RunConfig) -> None:
-    """Raises R3LiteError if a run may not use the folder that it names, for a dry run: nothing stays written.
+    """Raises R3LiteError if a run may not use the folder that it names. For a dry run: the folder stays as it is.
 
-    Of several processes the first one alone looks.
+    Of several processes, only the first one checks.
     """
-    if world().rank or not (config.common.output or config.schedule.resume):
+    if torchrun_world().rank or not (config.common.output or config.schedule.resume):
         return
     with RunFolder(command, config, default=""):
         pass

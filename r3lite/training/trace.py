@@ -1,8 +1,8 @@
 """The spans of a run as a file: a Chrome trace, or OpenTelemetry's JSON.
 
 Each step is a trace of its own, so that an interrupted run leaves whole traces. A line has one span (Chrome) or all
-spans of a step (OpenTelemetry), and names the step: a resumed run drops the steps that it takes again, as in
-metrics.jsonl.
+spans of a step (OpenTelemetry), and the number of the step. A resumed run removes the lines of the steps that it takes
+again, as in metrics.jsonl.
 """
 
 import contextlib
@@ -31,9 +31,10 @@ class ChromeTrace:
     """
 
     def __init__(self, path: Path, command: str, done: int):
+        """Writes the file anew, with the events of an earlier start up to step `done`."""
         self.path = path
         events = _events(path, done)
-        self._tracks = {}
+        self._tracks = {}  # the number ("tid") of each track, by its name
         for event in events:
             if event["name"] == "thread_name":
                 self._tracks[event["args"]["name"]] = event["tid"]
@@ -58,9 +59,10 @@ class ChromeTrace:
 
 
 class OpenTelemetryLines:
-    """`spans.jsonl`, the JSON lines of OpenTelemetry's file exporter, which its collector reads; a step a line."""
+    """`spans.jsonl`, JSON lines as OpenTelemetry's file exporter writes and its collector reads them; a line a step."""
 
     def __init__(self, path: Path, command: str, done: int):
+        """Writes the file anew, with the lines of an earlier start up to step `done`."""
         self.path = path
         run = {
             "service.name": SERVICE,
@@ -102,7 +104,7 @@ class SpanLog:
             self.write(number)
 
     def write(self, number: int) -> None:
-        """Writes the spans that were recorded since the last time, as of step `number`."""
+        """Writes the spans that were recorded since the last call, as those of step `number`."""
         self._file.write(number, self._spans.take())
 
 
@@ -131,12 +133,15 @@ def open_span_log(
 
 
 def _track_order(track: str) -> tuple[bool, int, str]:
-    """Sorts the run before episodes, and episode 9 before episode 10."""
+    """Returns a sort key: the run's own track comes first, then episodes, and episode 9 before episode 10."""
     return track != MAIN, len(track), track
 
 
 def _events(path: Path, done: int) -> list[dict]:
-    """The events of a trace up to a step; a line torn by a kill is left out."""
+    """Returns the events of a trace up to step `done`. Events without a step, which name tracks, are among them.
+
+    A line that a kill cut off is left out.
+    """
     if not done or not path.exists():
         return []
     events = []
@@ -149,22 +154,23 @@ def _events(path: Path, done: int) -> list[dict]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, int]]:
-    """The lines that a kill has not torn, and their steps."""
+    """Yields the lines with their steps. A line that a kill cut off is left out."""
     if not path.exists():
         return
     for line in read_text(path, REMEDY).splitlines():
         with contextlib.suppress(ValueError):
             scope = json.loads(line)["resourceSpans"][0]["scopeSpans"][0]
             attributes = scope["spans"][0]["attributes"]
-            yield line, int(attributes[0]["value"]["intValue"])
+            yield line, int(attributes[0]["value"]["intValue"])  # `_for_opentelemetry` puts the step first
 
 
 def _naming_event(kind: str, tid: int, name: str) -> dict:
+    """Returns the event that names a process or a thread (`kind`); a track is a thread."""
     return {"name": kind, "ph": "M", "pid": 1, "tid": tid, "args": {"name": name}}
 
 
 def _for_chrome(step: int, tid: int, span: Span) -> dict:
-    """The keys of a complete event; times are in microseconds."""
+    """Returns a span as a "complete event" (X); times are in microseconds, those of a Span in nanoseconds."""
     return {
         "name": span.name,
         "cat": SERVICE,
@@ -178,7 +184,7 @@ def _for_chrome(step: int, tid: int, span: Span) -> dict:
 
 
 def _for_opentelemetry(step: int, span: Span) -> dict:
-    """The keys of OTLP's JSON: ids in hexadecimal, 64-bit numbers as text; the step comes first."""
+    """Returns a span in OTLP's JSON: ids in hexadecimal, 64-bit numbers as text. The step is the first attribute."""
     parent = {"parentSpanId": span.parent} if span.parent else {}
     attributes = {"r3lite.step": step, "thread.name": span.track, **span.attributes}
     return {

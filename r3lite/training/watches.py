@@ -1,35 +1,37 @@
-"""The quantities of a round that the guard watches, by name, and which changes of them are beyond a limit.
+"""The quantities of a round that the guard watches, and the limits that their changes must not cross.
 
-Where they come from in a round's metrics is in `watched`. The limits and the reasons for them are in docs/collapse.md.
+`watched` computes the quantities from a round's metrics. The values of the limits are explained in docs/collapse.md.
 """
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-MIN_RIGHT = 8  # episodes with a right answer, whose likelihood is compared
-Numbers = dict[str, float | None]
+MIN_RIGHT = 8  # right episodes that a mean of their log-probabilities needs
+Numbers = dict[str, float | None]  # the quantities of a round by name; None if the round lacks one
 
 
 @dataclass(frozen=True)
 class Watch:
     """A quantity of each round, the meaning of its limit, and its wording."""
 
-    limit: str  # the setting
+    limit: str  # the setting that has the limit
     quantity: str  # a key of `watched`
-    beyond: Callable[[float, float, float, float], bool]  # of (value, start, limit, min_change)
+    beyond: Callable[[float, float, float, float], bool]  # one of the functions below: risen, grown, ...
     message: str  # {} stands for the value
-    form: str  # how the value is formatted in the message
+    form: str  # the format of the value in the message
     min_change: float = 0.0  # a change that is smaller than this is never beyond the limit
 
     def crossed(self, value: float, start: float, limit: float) -> str | None:
-        """Returns a message if a value is beyond the limit, compared with that at the start; else None."""
+        """Returns a message if `value` is beyond the limit, given the value at the start of the run; else None."""
         if not self.beyond(value, start, limit, self.min_change):
             return None
         message = self.message.format(self.form.format(value))
         return f"{message} ({self.form.format(start)} at the start)"
 
 
+# These functions return whether a value is beyond a limit. `start` is the value at the start of the run; a change that
+# is smaller than `min_change` does not count.
 def risen(value: float, start: float, limit: float, min_change: float) -> bool:
     return value - start > limit
 
@@ -150,7 +152,7 @@ def watched(record: dict) -> Numbers:
 def without_variance(record: dict) -> float | None:
     """Returns the share of a round's groups whose rewards are all equal.
 
-    Groups that were replaced, and those that --learn answer leaves out, are counted, too.
+    It counts all sampled groups: also those that --refill-limit replaced or that --learn answer leaves out.
     """
     if "contexts/zero_std" in record:
         return record["contexts/zero_std"]
@@ -163,12 +165,12 @@ def without_variance(record: dict) -> float | None:
 def right_likelihood(rounds: Sequence[Numbers]) -> float | None:
     """Returns the mean log-probability of right episodes in the newest rounds.
 
-    It takes the fewest rounds that have MIN_RIGHT right episodes together; None if all rounds have fewer.
+    The mean is over as few rounds as have MIN_RIGHT right episodes together; None if all rounds have fewer.
     """
     total = 0.0
     count = 0.0
     for numbers in reversed(rounds):
-        mean = numbers.get("right_likelihood")
+        mean = numbers.get("right_likelihood")  # over the right episodes of the round, `right` in number
         if mean is not None:
             total += numbers["right"] * mean
             count += numbers["right"]

@@ -91,7 +91,7 @@ def test_what_earlier_checks_left_on_a_card_is_dropped_before_measuring(monkeypa
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 50 << 20)
     clear = functools.partial(done.append, "workspaces")
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
-    assert runs._occupied_card() == 50 << 20
+    assert runs._freed_card() == 50 << 20
     assert done == ["workspaces", "empty_cache", "reset_peak_memory_stats"]
 
 
@@ -99,7 +99,7 @@ def test_what_stays_there_is_granted_and_not_planned_with(monkeypatch):
     """The plan used that room for the run itself, and memory ran out: 1,030 MiB were planned for 1,071 in all."""
     enforced, stays, run = [], 50 << 20, runs._run
     monkeypatch.setattr(runs, "enforce", lambda plan, device: enforced.append(plan.budget))
-    monkeypatch.setattr(runs, "_occupied_card", lambda: stays)
+    monkeypatch.setattr(runs, "_freed_card", lambda: stays)
     monkeypatch.setattr(runs, "_run", lambda flags, **more: run(["--preset", "tiny", *flags[4:]], **more))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
     monkeypatch.setattr(runs, "whole_card", contextlib.nullcontext)

@@ -148,7 +148,7 @@ def test_one_command_makes_questions_and_their_demonstrations(tmp_path, capsys):
         question = questions[row.id]
         assert row.steps[0].queries == (question.text,) and row.steps[-1].answer == question.answers[0]
         retrieved = [document for step in row.steps for document in step.documents]
-        assert question.gold_found(retrieved) == set(range(len(question.gold)))
+        assert question.gold_indices(retrieved) == set(range(len(question.gold)))
     assert "of two documents" in capsys.readouterr().out
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from r3lite.core.episode import Document, Failure, Hop, Question
-from r3lite.datasets.demonstrations import QUOTED, Demonstration, demonstrate
+from r3lite.datasets.demonstrations import MAX_QUOTED, Demonstration, demonstrate
 from r3lite.datasets.trajectories import check_steps
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import LengthSettings, ProtocolSettings
@@ -114,7 +114,7 @@ def test_a_query_that_finds_nothing_makes_way_for_the_next_that_is_known():
 
 
 def test_what_is_too_long_to_quote_is_rejected():
-    long = "word " * (QUOTED // 5)
+    long = "word " * (MAX_QUOTED // 5)
     hop = replace(QUOTES[1], evidence=(long.strip(),), document=replace(PERSON, text=long))
     question = replace(QUESTION, gold=(FILM, hop.document), hops=(HOPS[0], hop))
     assert made([FILM], [hop.document], question=question, length=9999).rejected.startswith("more than 600 characters")

@@ -6,7 +6,7 @@ import pytest
 
 from r3lite.core.episode import Document, Hop, Question, Search
 from r3lite.datasets import gold
-from r3lite.datasets.gold import used
+from r3lite.datasets.gold import referenced_hops
 from r3lite.datasets.trajectories import check_steps
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import ProtocolSettings
@@ -61,9 +61,9 @@ def test_only_earlier_hops_are_references():
         Hop("#2#1", "x", FILM),
     )
     assert gold.queries(with_hops(*hops)) == ["Who sang Mambo #5?", "Did Bega or #2 sing #12?", "noBega"]
-    assert [used(with_hops(*hops), i) for i in range(3)] == [set(), {0}, {0, 1}]
+    assert [referenced_hops(with_hops(*hops), i) for i in range(3)] == [set(), {0}, {0, 1}]
     long = with_hops(Hop(f"Who sang #{'1' * 5000}?", "x", FILM))  # an exception, as Python reads no such number
-    assert gold.queries(long) == [long.hops[0].question] and used(long, 0) == set()
+    assert gold.queries(long) == [long.hops[0].question] and referenced_hops(long, 0) == set()
 
 
 def test_a_word_is_not_said_twice_where_an_answer_is_filled_in():

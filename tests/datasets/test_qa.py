@@ -230,9 +230,9 @@ def test_gold_paragraphs_are_in_the_corpus(shared, data, corpus):
     for question in questions:
         assert len({d.id for d in question.documents}) == len(question.documents)
         assert all((d.title, d.text) in by_text for d in question.documents)
-        assert question.gold_found(question.documents) == set(range(len(question.gold)))
+        assert question.gold_indices(question.documents) == set(range(len(question.gold)))
         titles = {d.title for d in question.gold}
-        assert question.gold_found(p for p in passages if p.title in titles) == set(range(len(question.gold)))
+        assert question.gold_indices(p for p in passages if p.title in titles) == set(range(len(question.gold)))
 
 
 def test_parquet_reads_like_json(tmp_path):

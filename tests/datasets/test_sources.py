@@ -129,8 +129,9 @@ def test_each_source_has_its_format_and_prompts_are_of_the_one_that_format_names
     settings = ProtocolSettings(init_prompt=str(tmp_path / "own.txt"), system_prompt="Be brief.")
     given = {"a": {}, "b": {"format": "tags"}, "c": {"type": "chat"}, "d": {"type": "qa", "format": "solution"}}
     found = protocols_of(settings, sources(**{name: ([], keys) for name, keys in given.items()}))
-    assert found["a"] is found[""] and found["a"].opening("x") == "Mine: x"
-    assert found["b"].can_search and "<search>" in found["b"].opening("x") and "Mine" not in found["b"].opening("x")
+    assert found["a"] is found[""] and found["a"].question_message("x") == "Mine: x"
+    tags_message = found["b"].question_message("x")
+    assert found["b"].can_search and "<search>" in tags_message and "Mine" not in tags_message
     assert found["c"] == Chat("Be brief.") and not found["d"].can_search and found["d"].system == "Be brief."
 
 

@@ -26,7 +26,7 @@ def test_a_card_is_found_by_the_name_that_its_driver_tells(told, known):
 
 
 def test_the_table_is_of_cards_whose_figures_have_a_source():
-    assert len({cards.tokens(known.name) for known in cards.CARDS}) == len(cards.CARDS)
+    assert len({cards.name_words(known.name) for known in cards.CARDS}) == len(cards.CARDS)
     for known in cards.CARDS:
         assert known.source.startswith("https://") and known.memory and known.memory >= 2 * cards.GIB
         # From 64 GB/s and 2 TFLOPS on: a figure in another unit would be out of these bounds.

@@ -164,8 +164,8 @@ def test_what_the_thread_of_the_fetcher_makes_is_missed():
 
     made, sequence = [], Sequence(Question("q", "q", ()), stream=None, pending=(Search("a query"),))
     with LiveTensors() as counter, closing(Fetcher(retrieve)) as fetcher:
-        fetcher.ask(sequence)
-        fetcher.send(idle=True)
+        fetcher.queue(sequence)
+        fetcher.end_iteration(idle=True)
         ((_, ((document,),)),) = fetcher.collect(idle=True)
         assert len(made) == 1 and document.text != str(threading.get_ident())
         assert counter.live == 0

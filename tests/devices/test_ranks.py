@@ -38,10 +38,10 @@ def test_one_process_divides_nothing_and_imports_no_torch_distributed():
     assert ALONE.gather("x") == ["x"] and ALONE.from_first(lambda: 1) == 1
     script = (
         "import sys\n"
-        "from r3lite.core.processes import world\n"
-        "from r3lite.devices.ranks import ALONE, joined\n"
+        "from r3lite.core.processes import torchrun_world\n"
+        "from r3lite.devices.ranks import ALONE, join_ranks\n"
         "before = set(sys.modules)\n"
-        "with joined(world(), 'auto', {}) as ranks:\n"
+        "with join_ranks(torchrun_world(), 'auto', {}) as ranks:\n"
         "    assert ranks is ALONE\n"
         "assert set(sys.modules) == before\n"
     )

@@ -285,5 +285,5 @@ def test_the_modelfile_is_the_prompt_of_an_episode():
     from tokenizers import Tokenizer as Plain
 
     ids = Plain.from_file(str(resolve_folder("tiny") / "tokenizer.json")).encode(filled, add_special_tokens=False).ids
-    assert ids == tokenizer.open_chat(protocol.opening("Who?"), "Be brief.")
+    assert ids == tokenizer.open_chat(protocol.question_message("Who?"), "Be brief.")
     assert text.startswith("FROM ./model.gguf\n") and "PARAMETER stop <|im_end|>" in text

@@ -10,7 +10,7 @@ from r3lite.models.rotary import Rope
 
 def config(layers: str, value_dim: int = 16) -> ModelConfig:
     """`layers`: D with the gated delta rule, A with attention."""
-    delta = LayerKind(rope=None, taps=4, delta=DeltaHeads(keys=2, values=4, key_dim=16, value_dim=value_dim))
+    delta = LayerKind(rope=None, taps=4, delta=DeltaHeads(key_heads=2, value_heads=4, key_dim=16, value_dim=value_dim))
     attention = LayerKind(Rope(10_000.0, dims=4))
     return ModelConfig(
         vocab_size=10,

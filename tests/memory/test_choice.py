@@ -12,7 +12,8 @@ from r3lite.devices.live_tensors import MIB
 from r3lite.memory import choice, planner
 from r3lite.memory.choice import choose
 from r3lite.memory.known_models import QWEN25, QWEN_TOKENS
-from r3lite.memory.planner import adapter_bytes, peak
+from r3lite.memory.parameters import adapter_bytes
+from r3lite.memory.planner import peak
 from r3lite.memory.work import Workload
 from r3lite.settings import LoraSettings
 from r3lite.settings.common import budget_bytes

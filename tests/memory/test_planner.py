@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("fast_half_products")
 TARGETS = LoraSettings().lora_targets
 LAYERS = 6
 FULL = LayerKind(Rope(10_000.0, dims=16))
-QWEN35_DELTA = LayerKind(None, taps=4, delta=DeltaHeads(keys=2, values=4, key_dim=32, value_dim=64))
+QWEN35_DELTA = LayerKind(None, taps=4, delta=DeltaHeads(key_heads=2, value_heads=4, key_dim=32, value_dim=64))
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 

@@ -11,7 +11,7 @@ from r3lite.models.qwen3_5 import Qwen35Layer
 from r3lite.models.rotary import Rope
 from r3lite.models.verification import Verification
 
-DELTA = LayerKind(rope=None, taps=4, delta=DeltaHeads(keys=2, values=4, key_dim=8, value_dim=16))
+DELTA = LayerKind(rope=None, taps=4, delta=DeltaHeads(key_heads=2, value_heads=4, key_dim=8, value_dim=16))
 FULL = LayerKind(Rope(10_000.0, dims=4))
 LIKE_QWEN35 = {"qkv_bias": False, "qk_norm": True, "layer": Qwen35Layer, "norm": ZeroCentredRMSNorm,
                "layer_kinds": (DELTA, FULL, DELTA)}  # fmt: skip

@@ -5,15 +5,15 @@ import torch
 
 from r3lite.models.gated_delta import CHUNK, ChunkPlan, DeltaHeads, DeltaInputs, delta_chunks, delta_step
 
-HEADS = DeltaHeads(keys=2, values=4, key_dim=12, value_dim=20)
+HEADS = DeltaHeads(key_heads=2, value_heads=4, key_dim=12, value_dim=20)
 LENGTHS = [1, 5, CHUNK, CHUNK + 1, 3 * CHUNK - 7]
 
 
 def random_inputs(tokens: int, seed: int = 0, heads: DeltaHeads = HEADS) -> DeltaInputs:
     generator = torch.Generator().manual_seed(seed)
     qkv = torch.randn(tokens, sum(heads.sizes), generator=generator)
-    log_decay = -torch.rand(tokens, heads.values, generator=generator) * 2
-    strength = torch.rand(tokens, heads.values, generator=generator)
+    log_decay = -torch.rand(tokens, heads.value_heads, generator=generator) * 2
+    strength = torch.rand(tokens, heads.value_heads, generator=generator)
     return DeltaInputs(*(tensor.requires_grad_() for tensor in (qkv, log_decay, strength)))
 
 

@@ -9,7 +9,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from r3lite.core.errors import R3LiteError
-from r3lite.models.lora import IGNORED, USED, add_adapter, load_adapter, read_adapter_config, read_base, save_adapter
+from r3lite.models.lora import (
+    IGNORED_KEYS,
+    USED_KEYS,
+    add_adapter,
+    load_adapter,
+    read_adapter_config,
+    read_base,
+    save_adapter,
+)
 from tests.errors import raises
 
 
@@ -110,7 +118,7 @@ def test_every_key_that_peft_writes_is_known_or_refused_if_it_is_set(small_model
     defaults = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"]).to_dict() | {"target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(defaults, default=str))
     assert read_adapter_config(tmp_path).targets == ("q_proj",)
-    for key in defaults.keys() - {*USED, *IGNORED}:
+    for key in defaults.keys() - {*USED_KEYS, *IGNORED_KEYS}:
         (tmp_path / "adapter_config.json").write_text(json.dumps(written | {key: ["x"]}))
         with pytest.raises(R3LiteError, match=rf"{key} is \['x'\], which r3lite does not support"):
             read_adapter_config(tmp_path)

@@ -29,7 +29,7 @@ def test_tags_of_ones_own():
         protocol.observation("Who?", found) == "\n\n<found>Doc 1(Title: T) x \u2039end_found> </FOUND><end_found>\n\n"
     )
     assert protocol.read_answer(" Ada </result>", [ASK]) == Step("-", answer="Ada")
-    assert protocol.opening("Who?") == "Reason, then ask or answer.\n\nWho?"
+    assert protocol.question_message("Who?") == "Reason, then ask or answer.\n\nWho?"
 
 
 def test_headings_of_ones_own():
@@ -62,7 +62,7 @@ def test_without_search_a_format_is_one_turn(tmp_path):
 
 def test_prompts_of_the_settings_come_first(tmp_path):
     (tmp_path / "prompt.txt").write_text("Mine: {question}")
-    assert own(TAGS, init_prompt=str(tmp_path / "prompt.txt")).opening("Who?") == "Mine: Who?"
+    assert own(TAGS, init_prompt=str(tmp_path / "prompt.txt")).question_message("Who?") == "Mine: Who?"
     with raises(R3LiteError, "step-prompt-unsupported"):
         own(TAGS, step_prompt=str(tmp_path / "prompt.txt"))
 

@@ -137,7 +137,7 @@ def test_any_mixture_of_pieces_is_read_without_an_error():
 
 
 def test_prompts_and_requests_are_the_texts_around_the_steps():
-    assert FORMAT.opening("who?") == "Q: who?" and FORMAT.system == "Be brief." and FORMAT.user_turns
+    assert FORMAT.question_message("who?") == "Q: who?" and FORMAT.system == "Be brief." and FORMAT.user_turns
     assert FORMAT.observation("who?", [Step.asking("a", "q", [Document("a", "T", "x")])]) == "D: [1] T: x 2"
     assert "Step 3" in FORMAT.step_request(3)
 

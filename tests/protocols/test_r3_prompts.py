@@ -18,7 +18,7 @@ def test_documents_are_numbered_one_a_line():
 def test_prompts_are_filled_once():
     """A document or a question that holds a placeholder must not be filled in its turn."""
     prompts = R3("Q: {question}", "D:\n{documents} {step}")
-    assert prompts.opening("is {question} {documents}?") == "Q: is {question} {documents}?"
+    assert prompts.question_message("is {question} {documents}?") == "Q: is {question} {documents}?"
     assert (
         prompts.observation("Who?", [Step.asking("a", "q", [Document("a", "T", "{documents} {step}")])])
         == "D:\n[1] T: {documents} {step} 2"
@@ -27,7 +27,7 @@ def test_prompts_are_filled_once():
 
 def test_shipped_prompts_load():
     prompts = R3.load(ProtocolSettings())
-    assert prompts.opening("Who?") == "The question: Who?\nWrite Step 1: an analysis and a query."
+    assert prompts.question_message("Who?") == "The question: Who?\nWrite Step 1: an analysis and a query."
     assert prompts.observation("Who?", [Step.asking("a", "q", [Document("a", "T", "x")])]).startswith(
         "The retrieval documents:"
     )
@@ -54,7 +54,7 @@ def test_a_template_without_its_placeholder_is_refused(tmp_path, text, message):
 def test_a_user_s_template_may_have_braces_of_its_own(tmp_path):
     path = tmp_path / "init.txt"
     path.write_text('Reply as {"a": {}} to {question}', encoding="utf-8")
-    assert R3.load(ProtocolSettings(init_prompt=str(path))).opening("x") == 'Reply as {"a": {}} to x'
+    assert R3.load(ProtocolSettings(init_prompt=str(path))).question_message("x") == 'Reply as {"a": {}} to x'
     with raises(R3LiteError, "prompt-unreadable"):
         R3.load(ProtocolSettings(step_prompt=str(tmp_path / "gone.txt")))
 

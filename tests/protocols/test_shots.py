@@ -25,7 +25,7 @@ def test_the_example_is_what_the_protocol_itself_writes(settings):
     """An example that differs from what follows it teaches an untrained model the wrong format."""
     protocol = build_protocol(ProtocolSettings(**settings))
     first, *rest = [shot["content"] for shot in protocol.shots]
-    assert first.endswith(protocol.opening(QUESTION))
+    assert first.endswith(protocol.question_message(QUESTION))
     steps = []
     for turn, documents in zip(rest[::2], [*FOUND[settings.get("format", "r3")], []], strict=True):
         step = protocol.parse(turn, steps)
@@ -40,7 +40,7 @@ def test_the_example_in_tags_is_one_turn():
     protocol = build_protocol(ProtocolSettings(format="tags", information_open="<found>", information_close="</found>"))
     for user, assistant in zip(protocol.shots[::2], protocol.shots[1::2], strict=True):
         question = user["content"].partition("Question: ")[2].partition("\n")[0]
-        assert user["content"].endswith(protocol.opening(question))
+        assert user["content"].endswith(protocol.question_message(question))
         *asking, last = assistant["content"].split("</found>\n\n")
         steps = []
         for text in asking:
@@ -56,7 +56,7 @@ def test_an_episode_opens_with_the_example(qwen):
     """After the system message and before an earlier conversation; no token of it is trained on."""
     protocol = build_protocol(ProtocolSettings(system_prompt="Be brief."))
     layout = Layout(qwen, protocol, LengthSettings())
-    asked = {"role": "user", "content": protocol.opening("Who?")}
+    asked = {"role": "user", "content": protocol.question_message("Who?")}
     system, earlier = {"role": "system", "content": "Be brief."}, [{"role": "user", "content": "Hello."}]
     earlier.append({"role": "assistant", "content": "Hello."})
     for before in ([], earlier):
@@ -74,7 +74,7 @@ def test_without_the_example_the_instructions_stay(format):
     whole, short = (build_protocol(ProtocolSettings(format=format, worked_example=on)) for on in (True, False))
     instructions, _, first = whole.shots[0]["content"].partition("\n\n")
     assert short.shots == [] and "Silent Harbour" in first
-    assert short.opening(QUESTION) == f"{instructions}\n\n{whole.opening(QUESTION)}"
+    assert short.question_message(QUESTION) == f"{instructions}\n\n{whole.question_message(QUESTION)}"
 
 
 def test_a_format_file_may_have_an_example(tmp_path):
@@ -84,8 +84,8 @@ def test_a_format_file_may_have_an_example(tmp_path):
     whole, short = (
         build_protocol(ProtocolSettings(format=str(tmp_path / "own.toml"), worked_example=on)) for on in (True, False)
     )
-    assert (len(whole.shots), whole.opening("Who?")) == (2, "Who?")
-    assert (short.shots, short.opening("Who?")) == ([], "Think.\n\nWho?")
+    assert (len(whole.shots), whole.question_message("Who?")) == (2, "Who?")
+    assert (short.shots, short.question_message("Who?")) == ([], "Think.\n\nWho?")
 
 
 def test_a_prompt_without_messages_is_the_user_s():

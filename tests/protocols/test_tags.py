@@ -330,11 +330,11 @@ def test_the_prompt_of_a_graph_has_its_limits_and_a_worked_example():
 @pytest.mark.parametrize("name", ["tags", "solution"])
 def test_prompts(tmp_path, name):
     protocol = load(format=name)
-    assert "Who {wrote} it?" in protocol.opening("Who {wrote} it?")
+    assert "Who {wrote} it?" in protocol.question_message("Who {wrote} it?")
     assert all(end in protocol.init_prompt for tag in protocol.markup.tags for end in (tag.opening, tag.closing))
     assert protocol.think.opening in protocol.step_request(2)
     (tmp_path / "mine.txt").write_text("Q: {question}")
-    assert load(format=name, init_prompt=str(tmp_path / "mine.txt")).opening("x") == "Q: x"
+    assert load(format=name, init_prompt=str(tmp_path / "mine.txt")).question_message("x") == "Q: x"
     (tmp_path / "mine.txt").write_text("Q: {question} {step}")
     with raises(R3LiteError, "prompt-placeholders"):
         load(format=name, init_prompt=str(tmp_path / "mine.txt"))

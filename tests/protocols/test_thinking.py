@@ -201,11 +201,11 @@ def test_a_thought_without_a_beginning_is_heard_as_it_was_written(folder):  # no
     layout = Layout(Tokenizer.load(folder("qwen3", False), "off"), Chat(), LengthSettings())
     transcript = opened(layout)
     pieces = []
-    listener = Listener(pieces.append, step=None)
+    listener = Listener(pieces.append, on_step=None)
     for token in layout.tokenizer.encode_written("Hm.\n</think>\n\nAda"):
         transcript.write([token])
         readable = layout.turn_text.readable(transcript, turn_is_over=False)
-        listener.hear(readable, turn_is_over=False)
+        listener.send_text(readable, turn_is_over=False)
         assert "".join(pieces) == readable
     assert readable == "Hm.\n</think>\n\nAda" and layout.turn_text.read(transcript) == "Ada"
 
@@ -238,7 +238,7 @@ def test_each_reply_is_trained_on_after_the_template_s_own_prompt(folder, family
             number = next(
                 i for i, m in enumerate(messages) if m["content"].endswith(reply.split("</think>")[-1].strip())
             )
-            before = tokenizer.template.render(tokenizer.folded(messages[:number]), prompt=True)
+            before = tokenizer.template.render(tokenizer.merge_system(messages[:number]), prompt=True)
             assert shown(layout, ids[:start]) == before
             assert all(mask[start:end])
             replies.append((number - len(system), "</think>" in reply))

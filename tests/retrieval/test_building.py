@@ -45,7 +45,7 @@ def small_blocks(monkeypatch):
 
 
 def build(folder, encoder, documents=DOCUMENTS, kind="flat"):
-    with building.gathered(folder, iter(documents)) as made:
+    with building.open_build(folder, iter(documents)) as made:
         kept = building.encode(made, encoder, kind)
         building.write_index(made, encoder, estimate(kind, len(documents), encoder.dimension))
     return kept

@@ -91,4 +91,4 @@ def test_real_corpora_are_the_paragraphs_of_their_questions(shared, questions, c
     asked = read_questions(shared / "data" / questions)
     gathered, read = from_questions(asked), read_corpus(shared / "data" / corpus)
     assert {d.title for d in gathered} == {d.title for d in read}
-    assert all(q.gold_by == gold_by and len(q.gold_found(read)) == len(q.gold) for q in asked[:20])
+    assert all(q.gold_by == gold_by and len(q.gold_indices(read)) == len(q.gold) for q in asked[:20])

@@ -38,7 +38,7 @@ def passage(number):
 
 
 def build(folder, documents, kind="flat"):
-    with building.gathered(folder, documents) as made:
+    with building.open_build(folder, documents) as made:
         building.encode(made, Drawn(), kind)
         building.write_index(made, Drawn(), estimate(kind, len(documents), D))
 

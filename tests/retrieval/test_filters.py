@@ -17,7 +17,7 @@ from r3lite.retrieval import index
 from r3lite.retrieval.corpus import fingerprint, read_corpus
 from r3lite.retrieval.encoder import HashingEncoder
 from r3lite.retrieval.retriever import build_retriever
-from r3lite.retrieval.setup import Setup, fitting
+from r3lite.retrieval.setup import Setup, filter_mask
 from r3lite.retrieval.vectors import CLASSES
 from r3lite.settings import RetrievalSettings
 from tests.built_index import encoder_settings
@@ -53,7 +53,7 @@ DOCUMENTS = [Document(f"notes/{i}", f"T{i}", "x", metadata=tuple(fields.items())
     ],
 )
 def test_what_fits(conditions, fit):
-    assert np.flatnonzero(fitting(conditions, DOCUMENTS)).tolist() == fit
+    assert np.flatnonzero(filter_mask(conditions, DOCUMENTS)).tolist() == fit
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_what_fits(conditions, fit):
 )
 def test_a_filter_that_lets_nothing_through_is_an_error(conditions, words):
     with pytest.raises(R3LiteError, match=words) as error:
-        fitting(conditions, DOCUMENTS)
+        filter_mask(conditions, DOCUMENTS)
     assert "lnag" not in words or error.value.remedy == "Known fields: free, id, lang, part, title, year."
 
 
@@ -135,7 +135,7 @@ def test_what_was_added_and_deleted_is_filtered_too(corpus, tmp_path):
     assert recipe.main(["--add", str(tmp_path / "more.jsonl"), *given]) == 0
     assert recipe.main(["--delete", ",".join(gone), *given]) == 0
     opened = index.load(tmp_path / "i", encoder_settings())
-    fit = fitting(["colour=blue"], opened.documents)
+    fit = filter_mask(["colour=blue"], opened.documents)
     only = opened.only(fit)
     assert [d.id for d in only.documents] == [f"h{i}" for i in range(430) if i % 3 == 2 and i % 4]
     whole = opened.search(["House 401 in street 3"], 430)[0]

@@ -62,7 +62,7 @@ def test_the_settings_choose_the_fusion_and_the_lists_are_a_hundred_deep():
         return hybrid_retriever(Setup(settings, questions), top_k=3)
 
     rrf, weighted = built(), built(fusion="weighted", lexical_weight=0.2)
-    assert (rrf.worth, rrf.weights) == (reciprocal_ranks, (1.0, 1.0))
-    assert (weighted.worth, weighted.weights) == (scaled_scores, (0.8, 0.2))
+    assert (rrf.values_of, rrf.weights) == (reciprocal_ranks, (1.0, 1.0))
+    assert (weighted.values_of, weighted.weights) == (scaled_scores, (0.8, 0.2))
     pair = (questions[0], "harbor")
     assert [len(retrieve([pair])[0]) for retrieve in (rrf.semantic, rrf.lexical, rrf)] == [DEPTH, DEPTH, 3]

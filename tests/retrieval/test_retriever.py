@@ -58,7 +58,7 @@ def test_kinds_of_sources_have_indexes_of_their_own(corpus, tmp_path):
     save(tmp_path / "news", [LEE])
     routes = retriever(corpus=corpus, source_index=(f"News={tmp_path / 'news'}",))
     pair = (ONE, "Oslo")
-    assert routes([pair]) == [[OSLO]] and routes.of_kind["News"]([pair]) == [[LEE]]
+    assert routes([pair]) == [[OSLO]] and routes.by_kind["News"]([pair]) == [[LEE]]
     asked = [(ONE, Search(pair[1], kind=source)) for source in ("News", "General", "", "News")]
     assert retrieve_all(routes, asked) == [[LEE], [OSLO], [OSLO], [LEE]]
 
@@ -82,7 +82,7 @@ def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeyp
     given = {"encoder": str(minilm), "index": str(tmp_path / "all"), "source_index": (f"News={tmp_path / 'news'}",)}
     routes = retriever(**given)
     assert len(loaded) == 1
-    assert routes.of_kind["News"]([(ONE, "Ann Lee")]) == [[LEE]] and routes([(ONE, "Oslo")]) == [[OSLO]]
+    assert routes.by_kind["News"]([(ONE, "Ann Lee")]) == [[LEE]] and routes([(ONE, "Oslo")]) == [[OSLO]]
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_news_of_duckduckgo_and_what_it_has_no_kind_for(duckduckgo):
     _, settings = duckduckgo((200, json.dumps({"results": [row]}).encode(), 0))
     (found,) = retrieve_all(retriever(settings), [(QUESTION, Search("Oslo", kind="News"))])
     assert [(d.id, d.title, d.text) for d in found] == [("https://n.example/", "T", "Oslo grows.")]
-    assert "Academic" not in retriever(settings).of_kind
+    assert "Academic" not in retriever(settings).by_kind
 
 
 @pytest.mark.parametrize("reply", [(200, b"<html></html>", 0), (202, b"are you a robot?", 0), (429, b"", 0)])

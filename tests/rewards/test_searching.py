@@ -1,7 +1,7 @@
 import pytest
 
 from r3lite.core.episode import Document, Episode, Question, Search, Step
-from r3lite.protocols.base import new_queries
+from r3lite.protocols.base import new_query_counts
 from r3lite.rewards.searching import gold_precision, gold_recall, information_gain, search_count, search_excess
 from tests.rewards.episodes import ANOTHER, GOLD, OTHER, QUESTION, answered, search
 
@@ -50,7 +50,7 @@ def test_bonus_and_penalty_of_the_queries_of_a_step():
     second = Step("b", tuple(map(Search, ("two", "three", "four", "five"))), faults=("repeated_query",))
     blank = Step("c", (Search("six"),), faults=("blank_query",))  # beside a line without a query
     episode = answered("Ada", first, second, blank)
-    assert new_queries(episode.steps) == [2, 3, 1, 0]
+    assert new_query_counts(episode.steps) == [2, 3, 1, 0]
     assert search_count(episode) == [2, 1, 0, 0] and search_count(episode, most=9) == [2, 3, 1, 0]
     assert search_excess(episode) == [0, -2 - 1, -1 - 1, 0] and search_excess(episode, most=9) == [0, -1, -1, 0]
-    assert new_queries([Step("d", tuple(map(Search, ("one", "One!"))))]) == [1]  # two nodes that ask the same
+    assert new_query_counts([Step("d", tuple(map(Search, ("one", "One!"))))]) == [1]  # two nodes that ask the same

@@ -12,7 +12,7 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.token_record import TokenRecord
 from r3lite.rl import losses
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.rl.algorithms.base import KlFactor
+from r3lite.rl.algorithms.base import KlMultiplier
 from r3lite.rl.batch import Batch, Rollout
 from r3lite.rl.learner import kl_on_policy
 from r3lite.settings import LengthSettings
@@ -22,7 +22,7 @@ from tests.rl.conftest import moved, paper
 
 def test_the_controller_by_hand():
     """KL at twice its target is an error of 1, cut to 0.2: times 1.02. At 0.9 of it, -0.1: times 0.99. At 0: 0.98."""
-    kl, factors = KlFactor(target=0.1), []
+    kl, factors = KlMultiplier(target=0.1), []
     for measured in (0.2, 0.09, 0.0):
         kl.update(measured)
         factors.append(kl.factor)
@@ -31,7 +31,7 @@ def test_the_controller_by_hand():
 
 def test_a_round_without_a_finite_kl_leaves_it():
     """A pass that overflowed fp16 made the factor nan, and with it all later losses, although the step was skipped."""
-    kl = KlFactor(target=0.1)
+    kl = KlMultiplier(target=0.1)
     kl.update(math.nan)
     assert kl.factor == 1.0
     kl.update(math.inf)
@@ -39,13 +39,13 @@ def test_a_round_without_a_finite_kl_leaves_it():
 
 
 def test_without_a_target_it_stays():
-    kl = KlFactor(target=None)
+    kl = KlMultiplier(target=None)
     kl.update(3.0)
     assert kl.factor == 1.0
 
 
 def test_its_state_goes_through_json_to_the_bit():
-    kl, again = KlFactor(0.1), KlFactor(0.1)
+    kl, again = KlMultiplier(0.1), KlMultiplier(0.1)
     kl.update(0.117)
     again.load_state_dict(json.loads(json.dumps(kl.state_dict())))
     assert again.factor == kl.factor != 1.0
@@ -70,7 +70,7 @@ def test_beta_is_the_weight_in_the_loss(batch, setup, algorithm):
     gradients = []
     for factor in (1.0, 2.0, 3.0):
         made = setup(algorithm, kl_beta=0.1, kl_target=1.0)
-        made.algorithm.kl.scale = factor
+        made.algorithm.kl_multiplier.scale = factor
         made.learner.learn(moved(batch, 0.01), "seed")
         gradients.append(made.steps[0])
     one, two, three = gradients

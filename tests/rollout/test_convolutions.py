@@ -36,7 +36,7 @@ test_what_is_said_does_not_depend_on_rows = test_scheduler.test_what_is_said_doe
 def test_graphs_leave_the_rows_that_pad_them_as_they_are(model):
     """Rows that wait for documents fill a bucket up. They go on in the last steps of the comparison."""
     graphs, plain = test_decoder.compared(model, test_decoder.Replayed())
-    assert graphs.works
+    assert graphs.uses_graphs
     for one, other in zip(graphs.cache.layers, plain.cache.layers, strict=True):
         if hasattr(one, "values"):
             assert torch.allclose(one.values[:, : one.size], other.values[:, : other.size], atol=1e-5)

@@ -63,7 +63,7 @@ def test_graphs_of_layers_with_windows_give_what_the_model_gives(model):
     windowed = CausalLM(dataclasses.replace(model.config, layer_kinds=kinds)).requires_grad_(False).eval()
     windowed.load_state_dict(model.state_dict())
     graphs, _ = compared(windowed, Replayed())
-    assert graphs.works and all(layer.block.isfinite().all() for layer in graphs.cache.layers)
+    assert graphs.uses_graphs and all(layer.block.isfinite().all() for layer in graphs.cache.layers)
 
 
 @torch.no_grad()
@@ -93,7 +93,7 @@ def test_what_cannot_be_captured_is_decoded_by_the_model_and_said(model, capsys,
 
     capture = Broken()
     graphs, _ = compared(model, capture)
-    assert not graphs.works and BUCKETS[capture.count - 1] == bad  # nothing is captured after it
+    assert not graphs.uses_graphs and BUCKETS[capture.count - 1] == bad  # nothing is captured after it
     assert capsys.readouterr().err.count("warning: decoding continues without CUDA graphs") == 1
 
 
@@ -111,7 +111,7 @@ def test_rows_that_only_fill_a_bucket_up_are_not_compared(model):
 
     graphs = filled(model, lambda cache: GraphDecoder(model, cache, SLOTS, capture))
     plain = filled(model, lambda cache: Decoder(model, cache))
-    assert torch.allclose(graphs([1, 2, 3]), plain([1, 2, 3]), atol=1e-5) and graphs.works
+    assert torch.allclose(graphs([1, 2, 3]), plain([1, 2, 3]), atol=1e-5) and graphs.uses_graphs
 
 
 def allocator(work):
@@ -179,7 +179,7 @@ def test_a_step_can_be_captured(model, adapted):
             return Replayed()(work)
 
     graphs, _ = compared(model, capture)
-    assert graphs.works
+    assert graphs.uses_graphs
     with Capturable(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         torch.ones(1).item()
 

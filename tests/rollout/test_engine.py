@@ -80,7 +80,7 @@ def test_episodes_go_through_retrievals_to_their_answers(three):
 def test_the_token_layout_is_the_chat_of_the_steps(three, tokenizer):
     """What a rollout feeds the model is what SFT taught it: a chat of user turns and assistant turns."""
     _, (sequence, *_), _ = three
-    messages = [{"role": "user", "content": PROTOCOL.opening(sequence.question.text)}]
+    messages = [{"role": "user", "content": PROTOCOL.question_message(sequence.question.text)}]
     for number, step in enumerate(sequence.steps, 1):
         messages.append({"role": "assistant", "content": PROTOCOL.render(step, number)})
         if step.searches:
@@ -191,7 +191,7 @@ def test_without_room_for_an_answer_the_episode_is_cut_off_at_once(scripted):
     """Documents were awaited, there was no room for anything, and one more token was sampled after the end."""
     engine = scripted({"0": [ask(1, "q" * 40)], "1": [answer(1, "b")]}, protocol=PROTOCOL, lengths=LENGTHS)
     spoken = len(engine.layout.tokenizer.encode(ask(1, "q" * 40))) + 1
-    opened = len(engine.layout.tokenizer.open_chat(PROTOCOL.opening(questions(1)[0].text), None))
+    opened = len(engine.layout.tokenizer.open_chat(PROTOCOL.question_message(questions(1)[0].text), None))
     engine.layout.lengths = dataclasses.replace(LENGTHS, max_new_tokens=200, max_length=opened + spoken + 20)
     cut, other = engine.run(questions(2), ["s", "t"], lambda pairs: [DOCUMENTS for _ in pairs])
     assert (cut.finish, other.finish) == (CUT_OFF, ANSWERED)

@@ -50,17 +50,17 @@ def test_queries_wait_for_others_and_documents_for_their_iteration():
             for sequence, _ in fetcher.collect(idle=False):
                 arrivals[sequence.question.id] = iteration
             if iteration == 0:
-                fetcher.ask(first)
+                fetcher.queue(first)
             if iteration == 3:
-                fetcher.ask(second)
-            fetcher.send(idle=False)
+                fetcher.queue(second)
+            fetcher.end_iteration(idle=False)
     assert arrivals == {"1": GATHER + PATIENCE, "2": GATHER + PATIENCE}
 
 
 def test_nothing_is_waited_for_if_no_sequence_is_at_work():
     with closing(Fetcher(lambda pairs: [documents([query]) for _, query in pairs])) as fetcher:
-        fetcher.ask(waiting("1", "a"))
-        fetcher.send(idle=True)
+        fetcher.queue(waiting("1", "a"))
+        fetcher.end_iteration(idle=True)
         assert [found for _, found in fetcher.collect(idle=True)] == [[documents(["a"])]]
 
 

@@ -102,7 +102,7 @@ def assert_same(together, alone):
         assert (one.steps, one.step_ends, one.finish) == (other.steps, other.step_ends, other.finish)
         assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
         assert one.values == pytest.approx(other.values, abs=1e-4)
-        assert one.stream.ahead(0) == other.stream.ahead(0)
+        assert one.stream.peek(0) == other.stream.peek(0)
 
 
 def test_episodes_with_retrievals_and_a_critic_say_what_each_says_alone(say):

@@ -164,7 +164,7 @@ def test_a_discarded_sequence_clears_its_row_when_no_other_shares_it():
     cache = KVCache([KeysValues(1, 2, 4, torch.float32, cpu)], 1, torch.float32, cpu)
     (question,) = questions(1)
     first, second = (Sequence(question, tokens=[1, 2, 3], stream=Uniforms(0)) for _ in range(2))
-    scheduler = Scheduler([], cache, rows=[[first, second]], active=1)
+    scheduler = Scheduler([], cache, rows=[[first, second]], running_count=1)
     prefill = Prefill(cache, [(0, [1, 2])])
     prefill.attend(0, torch.full((1, 2, 2, 4), math.nan), torch.full((1, 4, 2, 4), math.nan))
     scheduler.discard(first)

@@ -94,7 +94,7 @@ def test_a_byte_at_a_time_does_not_hold_a_thread(running, beginning):
         while time.monotonic() < start + 10:
             connection.sendall(b"x")
             time.sleep(0.05)
-    assert until(lambda: not server._answering, 1) and time.monotonic() - start < 5
+    assert until(lambda: not server._open_connections, 1) and time.monotonic() - start < 5
 
 
 def test_a_large_request_has_as_much_longer_as_its_link_needs(running):
@@ -110,7 +110,7 @@ def test_a_large_request_has_as_much_longer_as_its_link_needs(running):
 def test_a_client_that_does_not_read_its_reply_is_let_go(slow, running):
     server, service, url = slow
     with connect(url, post("/large", b"{}")):
-        assert until(lambda: server._answering) and until(lambda: not server._answering)
+        assert until(lambda: server._open_connections) and until(lambda: not server._open_connections)
     patient = Server(service, host="127.0.0.1", port=0)
     assert len(read_all(connect(running(patient), post("/large", b"{}")))) > len(LARGE)
 
@@ -129,13 +129,13 @@ def test_connections_beyond_the_limit_are_refused_and_the_next_ones_answered(run
     server = retriever(ConnectionLimits(connections=3))
     url = running(server)
     silent = [connect(url) for _ in range(3)]
-    assert until(lambda: len(server._answering) == 3)
+    assert until(lambda: len(server._open_connections) == 3)
     for _ in range(3):
         head, _, body = read_all(connect(url, post("/retrieve", QUERY))).partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.0 503 ") and json.loads(body)["error"].startswith("the server has too many")
     for connection in silent:
         connection.close()
-    assert until(lambda: not server._answering)
+    assert until(lambda: not server._open_connections)
     assert read_all(connect(url, post("/retrieve", QUERY))).startswith(b"HTTP/1.0 200 ")
 
 
@@ -145,10 +145,10 @@ def test_what_nobody_waits_for_is_not_computed(slow):
     first = connect(url, post("/wait/first", b"{}"))
     assert until(lambda: service.computed)
     leaving = [connect(url, post("/wait/left", b"{}")) for _ in range(2)]
-    assert until(lambda: len(server._answering) == 3)
+    assert until(lambda: len(server._open_connections) == 3)
     for connection in leaving:
         connection.close()
-    assert until(lambda: len(server._answering) == 1, 5)  # before the first is answered
+    assert until(lambda: len(server._open_connections) == 1, 5)  # before the first is answered
     last = connect(url, post("/wait/last", b"{}"))
     service.may_go_on.set()
     assert all(read_all(connection).startswith(b"HTTP/1.0 200 ") for connection in (first, last))

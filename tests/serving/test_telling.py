@@ -10,7 +10,7 @@ from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.protocols.transcript import Transcript
 from r3lite.serving.asks import Ask
-from r3lite.serving.telling import Growing, sources_of
+from r3lite.serving.telling import GrowingAnswer, sources_of
 from r3lite.settings import LengthSettings, ProtocolSettings
 
 DOCUMENTS = [Document("1", "Rome", "It is the capital of Italy."), Document("2", "Oslo", "Oslo lies in Norway.")]
@@ -21,14 +21,14 @@ TAGS_TURN = "<think> First, Rome. </think><search> Rome is where? "
 def growing(protocol, mode="search"):
     told = []
     transcript = Transcript(Question("q", "where?", ()))
-    return Growing(Ask("where?", mode, "rl"), transcript, protocol, told.append), transcript, told
+    return GrowingAnswer(Ask("where?", mode, "rl"), transcript, protocol, told.append), transcript, told
 
 
 @pytest.mark.parametrize(("name", "turn"), [("r3", R3_TURN), ("tags", TAGS_TURN)])
 def test_an_analysis_grows_at_its_end_only_and_never_shows_the_beginning_of_a_heading(name, turn):
     ask, _, told = growing(build_protocol(ProtocolSettings(format=name)))
     for character in turn:
-        ask.hear(character)
+        ask.take_text(character)
     shown = [event["analysis"] for event in told]
     assert all(later.startswith(earlier.rstrip()) for earlier, later in itertools.pairwise(shown))
     assert shown[-1] == "First, Rome." and "".join(event["text"] for event in told) == turn
@@ -38,8 +38,8 @@ def test_an_analysis_grows_at_its_end_only_and_never_shows_the_beginning_of_a_he
 
 def test_a_chat_is_its_answer():
     ask, transcript, told = growing(Chat(), "chat")
-    ask.hear("Step 1:")
-    ask.hear(" no, just so")
+    ask.take_text("Step 1:")
+    ask.take_text(" no, just so")
     assert told[-1]["answer"] == "Step 1: no, just so"
     transcript.finish = CUT_OFF
     answer = ask.answer("why")
@@ -57,12 +57,12 @@ def test_passages_are_numbered_once_and_cited_word_for_word(tokenizer):
         ("Step 3:\nThe problem analysis: So.\nThe final answer: the capital of Italy", ()),
     ]
     for text, documents in turns:
-        ask.hear(text)
+        ask.take_text(text)
         transcript.write([*tokenizer.encode(text), tokenizer.stop_id])
         layout.close_turn(transcript)
         if transcript.pending:
             layout.splice(transcript, [documents])
-        ask.look(transcript)
+        ask.take_step(transcript)
     steps = [event for event in told if event["type"] == "step"]
     assert [[d["number"] for d in step["documents"]] for step in steps] == [[1, 2], [2], []]
     answer = ask.answer("why")

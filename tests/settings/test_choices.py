@@ -53,7 +53,7 @@ def test_a_preset_that_makes_the_same_choice_refines_it(tmp_path, monkeypatch):
 def test_shares_and_epochs_are_rounded_up_from_what_they_are_and_not_from_what_floats_make_of_them():
     """0.55 x 100 is 55.00000000000001 and 1.1 x 100 / 10 is 11.000000000000002 in floats."""
     rl = RLSettings(batch_size=100)
-    assert [rl.questions_at(share) for share in (0.0, 0.001, 0.55, 0.551, 1.0)] == [0, 1, 55, 56, 100]
+    assert [rl.question_count(share) for share in (0.0, 0.001, 0.55, 0.551, 1.0)] == [0, 1, 55, 56, 100]
     flags = ["--epochs", "1.1", "--batch-size", "10"]
     ppo = resolve("ppo", PpoConfig(), flags)
     assert [ppo.rounds(questions) for questions in (1, 100, 101)] == [1, 11, 12]

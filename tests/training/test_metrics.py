@@ -31,8 +31,8 @@ def test_a_record_is_one_line_and_one_progress_line(tmp_path, capsys):
 @pytest.mark.parametrize(("device", "label"), [("cpu", "process"), ("cuda", "tensors"), ("mps", "process")])
 def test_the_progress_line_says_whose_memory_it_shows(tmp_path, capsys, device, label):
     """Beside a plan of 228 MiB it showed 724, which are the process's, as if the plan were wrong."""
-    memory_of = metrics.memory_of(torch.device(device))
-    log = metrics.MetricsLog(tmp_path, 0, 1, "sft", memory_of=memory_of)
+    memory_kind = metrics.memory_kind(torch.device(device))
+    log = metrics.MetricsLog(tmp_path, 0, 1, "sft", memory_kind=memory_kind)
     log.write({"step": 1, "loss": 1.0, "peak_memory_mib": 724.4})
     log.close()
     assert capsys.readouterr().err == f"sft 1/1  loss 1.0000  {label} 724 MiB\n"
@@ -53,7 +53,7 @@ def times_left(total: int, seconds: list[float], done: int = 0) -> list[float]:
     clock, told = metrics.Clock(lambda: now[0]), []
     for number, taken in enumerate(seconds, done + 1):
         now[0] += taken
-        told.append(clock.remaining(total - number))
+        told.append(clock.end_step(total - number))
     return told
 
 
@@ -107,12 +107,12 @@ def test_a_resumed_run_cuts_what_it_will_write_again(tmp_path, capsys):
     """A run killed at step 5 whose checkpoint is of step 3 had steps 4 and 5 twice in its log."""
     path = tmp_path / run_files.METRICS
     logged(tmp_path, [{"step": n, "loss": n / 3} for n in range(1, 6)])
-    assert len(metrics.up_to(path, 9)) == 5
+    assert len(metrics.read_up_to(path, 9)) == 5
     capsys.readouterr()
     with open(path, "ab") as file:
         file.write('{"step": 6, "text": "é'.encode()[:-1])  # torn by a kill, inside a character
     assert [r["step"] for r in metrics.read(path)] == [1, 2, 3, 4, 5]
-    assert metrics.up_to(path, 3) == [{"step": n, "loss": n / 3} for n in (1, 2, 3)]
+    assert metrics.read_up_to(path, 3) == [{"step": n, "loss": n / 3} for n in (1, 2, 3)]
     assert "metrics.jsonl: ignoring the incomplete last line" in capsys.readouterr().err
     assert metrics.read(tmp_path / "none.jsonl") == []
 
@@ -124,7 +124,7 @@ def test_a_line_that_is_no_record_is_refused_and_never_dropped(tmp_path, line, e
     logged(tmp_path, [{"step": 1}])
     with open(tmp_path / run_files.METRICS, "a") as file:
         file.write(f"{line}{end}")
-    for read in (metrics.read, lambda path: metrics.up_to(path, 1)):
+    for read in (metrics.read, lambda path: metrics.read_up_to(path, 1)):
         with raises(R3LiteError, "foreign-line", "2", "a training run"):
             read(tmp_path / run_files.METRICS)
 
@@ -133,7 +133,7 @@ def test_a_line_of_unusual_characters_is_one_line(tmp_path):
     """Text of the web holds U+2028, at which str.splitlines would have torn the log, and the cut lost the rest."""
     records = [{"step": n, "text": "a\u2028b\x85c\nd"} for n in (1, 2, 3)]
     logged(tmp_path, records)
-    assert metrics.up_to(tmp_path / run_files.METRICS, 2) == records[:2]
+    assert metrics.read_up_to(tmp_path / run_files.METRICS, 2) == records[:2]
 
 
 @pytest.mark.parametrize("broken", ["write", "flush", "close"])

@@ -72,7 +72,7 @@ def test_its_state_goes_through_tensors_to_the_bit():
         first.step()
         first.zero_grad()
     tensors = {k: t.clone() for k, t in optim.state_tensors(first).items()}
-    assert set(tensors) == {f"{name}.{moment}" for name in "av" for moment in optim.MOMENTS}
+    assert set(tensors) == {f"{name}.{moment}" for name in "av" for moment in optim.STATE_NAMES}
     with torch.no_grad():
         for name, parameter in optim.parameters(second).items():
             parameter.copy_(optim.parameters(first)[name])

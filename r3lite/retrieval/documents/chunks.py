@@ -14,7 +14,8 @@ from r3lite.core.answer_match import SENTENCE
 
 # 64 blanks count as a token, too, so that a chunk of few tokens is never long.
 TOKEN = re.compile(r"[^\W\u2e80-\u9fff\uac00-\ud7af]{1,5}|[\u2e80-\u9fff\uac00-\ud7af]|[^\w\s]|\s{64}")
-# Finer ones are for parts longer than the budget. Empty lines belong to the line before them.
+# Where a text is cut, the coarsest first: after sentences, lines, words. The next finer one is for parts that are
+# longer than the budget. Empty lines belong to the line before them.
 BREAKS = (SENTENCE, re.compile(r"(?<!\s)\s*\n"), re.compile(r"\s+"))
 
 
@@ -49,13 +50,12 @@ def chunks(text: str, budget: int, overlap: int) -> Iterator[str]:
 
 def _stretches(text: str, budget: int, overlap: int) -> Iterator[tuple[int, int]]:
     """Yields where each chunk begins and ends in a text, also of chunks that have only blanks."""
-    units: list[Unit] = []  # of the chunk
-    size = 0
+    units: list[Unit] = []  # of the chunk that grows
+    size = 0  # its tokens
     for unit in _units(text, 0, end=len(text), budget=budget, breaks=BREAKS):
         if units and size + unit.tokens > budget:
             yield units[0].start, units[-1].end
-            # What is left of the chunk begins the next one: no more than the overlap, nor so much that the unit does
-            # not fit.
+            # The last units of the chunk begin the next one: at most `overlap` tokens, and so few that `unit` fits.
             while units and (size > overlap or size + unit.tokens > budget):
                 size -= units.pop(0).tokens
         units.append(unit)
@@ -81,8 +81,10 @@ def _units(
     budget: int,
     breaks: tuple[re.Pattern, ...],
 ) -> Iterator[Unit]:
-    """Yields the stretches of a text between the first of `breaks`; a stretch of more than `budget` tokens is cut at
-    the next of `breaks`, and after the last of them between tokens."""
+    """Yields the stretches of a text from `start` to `end`, cut where the first pattern of `breaks` matches.
+
+    A stretch of more than `budget` tokens is cut again with the next pattern; without a pattern, after each token.
+    """
     if not breaks:
         for match in TOKEN.finditer(text, start, end):
             yield Unit(match.start(), match.end(), 1)

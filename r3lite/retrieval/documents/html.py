@@ -22,7 +22,7 @@ PARAGRAPHS = {"p", "div", "section", "article", "main", "header", "hgroup", "sea
 PARAGRAPHS |= {"table", "ul", "ol", "dl", "dir", "menu", "form", "fieldset", "details", "figure"}
 PARAGRAPHS |= PREFORMATTED | NAVIGATION
 LINES = {"li", "tr", "dt", "dd", "caption", "figcaption", "legend", "summary"}
-# Elements that a blank at least separates from their neighbors. A paragraph in a heading gets no more than a blank.
+# Elements with at least a blank between them and their neighbors. A paragraph in a heading gets only a blank.
 SEPARATE = {"td", "th"} | WIDGETS | PARAGRAPHS
 BREAKS = {"br", "hr"}
 HEADINGS = {f"h{level}": level for level in range(1, 7)}
@@ -57,7 +57,7 @@ class _Page:
         self.line_ended = False  # True if the next text of the paragraph begins a line
         self.heading = 0  # level of the open heading; 0: none is open
         self.preformatted = 0  # number of open elements of PREFORMATTED
-        self.left_out = 0  # number of open elements from the outermost one that is left out; 0: none is
+        self.left_out = 0  # while an element is left out: the open elements from it on; 0: none is left out
         self.in_title = False
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:

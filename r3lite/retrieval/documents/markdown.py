@@ -28,10 +28,10 @@ def read(text: str, name: str) -> Iterator[DocumentSection]:
     parser = MarkdownIt("commonmark").enable("table").disable("inline")  # of inline markup, nothing is needed
     tokens = parser.parse("\n".join(lines))
     headings = []
-    for token, content in itertools.pairwise(tokens):
+    for token, next_token in itertools.pairwise(tokens):
         if token.type == "heading_open" and token.level == 0:
-            level = int(token.tag[1:])
-            headings.append((token.map, level, content.content))
+            level = int(token.tag[1:])  # tag: h1 to h6
+            headings.append((token.map, level, next_token.content))  # map: its first line, the line after its last
     return under_headings(_parts(lines, headings), title)
 
 

@@ -75,7 +75,10 @@ def _of_columns(row: Row) -> DocumentSection:
 
 
 def _texts(row: Row, names: tuple[str, ...]) -> list[str]:
-    """Returns the texts, not blank, of the columns with the first of `names` that has any, in any letter case."""
+    """Returns the texts of the columns with one of `names`: the first name whose columns have a text that is not blank.
+
+    The letter case of names does not matter.
+    """
     for name in names:
         values = [value for key, value in row if key.strip().lower() == name]
         texts = [value for value in values if isinstance(value, str) and value.strip()]

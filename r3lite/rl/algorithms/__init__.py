@@ -35,14 +35,14 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def check(settings: RLSettings, set_by_user: Collection[str], lengths: LengthSettings) -> None:
-    """Raises UsageError if settings contradict each other, or if the algorithm does not read one that the user set."""
+    """Raises UsageError if settings contradict each other, or if the algorithm ignores a setting that the user set."""
     algorithm = ALGORITHMS[settings.algorithm](settings, lengths)
-    read_by_some: set[str] = set()
+    own_settings_of_all: set[str] = set()
     for cls in ALGORITHMS.values():
-        read_by_some |= cls.own_settings
-    unread = read_by_some - algorithm.own_settings
+        own_settings_of_all |= cls.own_settings
+    ignored = own_settings_of_all - algorithm.own_settings
     for setting, value in vars(settings).items():
-        if setting not in unread or setting not in set_by_user:
+        if setting not in ignored or setting not in set_by_user:
             continue
         readers = ", ".join(name for name, cls in ALGORITHMS.items() if setting in cls.own_settings)
         problem = f"{flag(setting)} is {value}, but has no effect with --algorithm {settings.algorithm}"

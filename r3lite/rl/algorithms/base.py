@@ -21,12 +21,15 @@ GAIN = 0.1  # K_beta in section 2.2 of arXiv 1909.08593
 MAX_ERROR = 0.2  # the bound of e_t in that section
 
 
-class KlFactor:
-    """The multiplier of --kl-beta: an adaptive factor, and a scale that the collapse guard sets.
+class KlMultiplier:
+    """What --kl-beta is multiplied by: an adaptive factor, and a scale that the collapse guard sets.
 
-    With a target KL the factor follows the controller of arXiv 1909.08593, section 2.2, once a round, and checkpoints
-    keep it: e = clip((KL - target) / target, -0.2, 0.2); factor <- factor (1 + 0.1 e). Without a target it stays 1.
-    KL is the mean over a round's tokens, in nats; the paper's is the sum over an answer.
+    Without a target KL the factor stays 1. With a target it is adapted after each round (arXiv 1909.08593, section
+    2.2), and checkpoints have it:
+
+        e = clip((KL - target) / target, -0.2, 0.2),    factor <- factor (1 + 0.1 e)
+
+    Here KL is the mean over a round's tokens, in nats; in the paper it is the sum over an answer.
     """
 
     def __init__(self, target: float | None):
@@ -35,7 +38,7 @@ class KlFactor:
         self.scale = 1.0
 
     def update(self, kl: float) -> None:
-        """Adapts the factor after a round whose mean KL is `kl`, unless that is nan: fp16 may overflow in a step."""
+        """Adapts the factor after a round whose mean KL is `kl`. It stays if `kl` is nan, after an overflow in fp16."""
         if self.target is None or math.isnan(kl):
             return
         error = (kl - self.target) / self.target
@@ -55,17 +58,17 @@ class KlFactor:
 class Algorithm:
     """The base class: PPO's clipped loss, KL in the reward or in the loss, and groups.
 
-    The methods stand in the order in which the learner calls them. An algorithm holds its settings and the limits of
-    an episode; its only state is `kl`, the multiplier of the KL weight.
+    The learner calls the methods from `with_advantages` on, in their order here. An algorithm holds its settings and
+    the limits of an episode; only its `kl_multiplier` changes during a run.
     """
 
     has_critic: ClassVar[bool] = False  # trains a value head with `value_loss`
     has_groups: ClassVar[bool] = False  # compares the episodes of a question, which are therefore kept together
-    has_teacher: ClassVar[bool] = False  # learns from a teacher's distributions at the tokens of failed episodes
+    has_teacher: ClassVar[bool] = False  # learns by `guided_loss` from failed episodes
     has_episode_ratios: ClassVar[bool] = False  # `log_ratios` needs `actions.episode_log_ratios`
     has_traces: ClassVar[bool] = False  # a teacher's traces join the groups of their questions
     has_replay: ClassVar[bool] = False  # successful episodes of earlier rounds join the groups of their questions
-    # (returns [B], groups [B]) -> advantages [B]: set by every algorithm that does not override `with_advantages`.
+    # (returns [B], groups [B]) -> advantages [B]. Needed by `with_advantages` below; see rl/advantages.py.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
     # Names of the settings that this algorithm uses and at least one other ignores.
@@ -75,9 +78,9 @@ class Algorithm:
         """Raises UsageError if the settings contradict each other or the algorithm."""
         self.settings = settings
         self.lengths = lengths
-        self.kl = KlFactor(settings.kl_target)
+        self.kl_multiplier = KlMultiplier(settings.kl_target)
         default_estimator = "k1" if self.kl_in == "reward" else "k3"
-        self.estimator = settings.kl_estimator or default_estimator
+        self.kl_estimator = settings.kl_estimator or default_estimator
         name = settings.algorithm
         if self.has_groups and settings.num_generations == 1:
             cause = f"--num-generations is 1, but {name.upper()} compares episodes of a question"
@@ -88,7 +91,7 @@ class Algorithm:
             raise UsageError(
                 "--kl-target and --kl-budget would both steer the same KL: pass one of them", code="kl-steered-twice"
             )
-        if settings.kl_beta and self.kl_in == "loss" and self.estimator == "k1":
+        if settings.kl_beta and self.kl_in == "loss" and self.kl_estimator == "k1":
             raise UsageError(
                 f"--kl-estimator k1 has a mean gradient of 0 in the loss of {name}: pass k2 or k3",
                 code="kl-estimator-zero",
@@ -98,15 +101,15 @@ class Algorithm:
 
     @property
     def max_off_policy(self) -> int:
-        """The largest number of off-policy episodes in a round, beside the sampled ones."""
+        """The largest number of off-policy episodes in a round: one trace and one replayed success per question."""
         settings = self.settings
-        traces = settings.questions_at(settings.trace_share) if self.has_traces else 0
-        replayed = settings.questions_at(settings.replay_share) if self.has_replay else 0
+        traces = settings.question_count(settings.trace_share) if self.has_traces else 0
+        replayed = settings.question_count(settings.replay_share) if self.has_replay else 0
         return traces + replayed
 
     @property
     def max_sampled_tokens(self) -> int:
-        """The most tokens that an episode may sample: with --learn answer a turn, else all turns."""
+        """The largest number of sampled tokens in an episode: with --learn answer those of one turn, else of all."""
         if self.settings.learn == "answer":
             return self.lengths.max_new_tokens
         return self.lengths.most_sampled
@@ -114,24 +117,25 @@ class Algorithm:
     @property
     def kl_weight(self) -> float:
         """beta, the weight of the KL in this round."""
-        return self.settings.kl_beta * (self.kl.factor * self.kl.scale)
+        return self.settings.kl_beta * (self.kl_multiplier.factor * self.kl_multiplier.scale)
 
     def penalized_rewards(self, batch: Batch) -> Tensor:
-        """Returns the rewards [B, T], minus beta KL at every action token if the algorithm has the KL in its reward."""
+        """Returns the rewards [B, T], minus beta * KL at every action token if `kl_in` is "reward"."""
         if self.kl_in == "loss" or batch.reference is None or not self.settings.kl_beta:
             return batch.rewards
-        kl = losses.KL_ESTIMATES[self.estimator](batch.old_logprobs, batch.reference)
+        estimate = losses.KL_ESTIMATES[self.kl_estimator]
+        kl = estimate(batch.old_logprobs, batch.reference)  # [B, T]
         return batch.rewards - self.kl_weight * kl * batch.action_mask
 
     def returns(self, batch: Batch) -> Tensor:
-        """Returns the sum of the rewards of each episode [B]: advantages compare these sums within a group."""
+        """Returns the return [B] of each episode, the sum of its penalized rewards."""
         return self.penalized_rewards(batch).sum(-1)
 
     def with_advantages(self, batch: Batch) -> Batch:
         """Returns the round's batch with `advantages` [B, T] and, with a critic, `value_targets` [B, T].
 
-        `batch.reference` is set if --kl-beta is above 0, or with --kl-budget. By default every token of an episode gets
-        the episode's advantage, which `group_advantages` computes from the returns of its group.
+        `batch.reference` is set if --kl-beta is above 0, and with --kl-budget. By default every action token of an
+        episode gets the episode's advantage, which `group_advantages` computes from the returns of its group.
         """
         episode_advantages = self.group_advantages(self.returns(batch), batch.groups)  # [B]
         return replace(batch, advantages=episode_advantages[:, None] * batch.action_mask)
@@ -144,7 +148,10 @@ class Algorithm:
         return losses.token_mean(batch.action_mask)
 
     def log_ratios(self, actions: ActionTokens, logprobs: Tensor) -> Tensor:
-        """Returns, for each action token, the log [N] of the ratio that is clipped: by default log pi - log pi_old."""
+        """Returns the log [N] of the ratio that the loss clips, for each action token: by default log pi - log pi_old.
+
+        `logprobs` [N] are log pi, the current policy's.
+        """
         return logprobs - actions.old_logprobs
 
     def loss(
@@ -153,14 +160,14 @@ class Algorithm:
         logprobs: Tensor,
         entropy: Tensor,
     ) -> losses.TokenLoss:
-        """Returns the loss [N] of each action token, and further metrics [N], which are logged as means over tokens.
+        """Returns the loss [N] of each action token, and metrics [N] by name, which are logged as means over tokens.
 
         `logprobs` [N] and `entropy` [N] are those of the current policy, with gradients. By default the loss is
 
-            PPO's clipped loss (arXiv 1707.06347, eq. 7) * w - entropy_coefficient * entropy + beta * KL,
+            PPO's clipped loss (arXiv 1707.06347, eq. 7) * w - entropy_coefficient * entropy + beta * KL.
 
-        where w is min(pi_old / pi_sampler, cap) with --importance-cap, else 1, and the KL is there if `kl_in` is
-        "loss". The metric `kl` is the k3 estimate whatever --kl-estimator is.
+        With --importance-cap, w is min(pi_old / pi_sampler, cap), else 1. The last term is only there if `kl_in` is
+        "loss". The metric `kl` is always the k3 estimate, also with another --kl-estimator.
         """
         settings = self.settings
         loss, metrics = losses.clipped_surrogate(
@@ -170,40 +177,43 @@ class Algorithm:
             clip_high=settings.clip_high,
         )
         if settings.importance_cap is not None:
-            ratio = (actions.old_logprobs - actions.sampled_logprobs).exp()
-            loss = loss * ratio.clamp(max=settings.importance_cap)
-            metrics["sampling/importance_sampling_ratio/mean"] = ratio
+            sampling_ratio = (actions.old_logprobs - actions.sampled_logprobs).exp()
+            loss = loss * sampling_ratio.clamp(max=settings.importance_cap)
+            metrics["sampling/importance_sampling_ratio/mean"] = sampling_ratio
         if settings.entropy_coefficient:
             loss = loss - settings.entropy_coefficient * entropy
         if actions.reference is not None:
             metrics["kl"] = losses.k3_kl(logprobs, actions.reference)
             if self.kl_in == "loss" and settings.kl_beta:
-                estimate = losses.KL_ESTIMATES[self.estimator]
+                estimate = losses.KL_ESTIMATES[self.kl_estimator]
                 loss = loss + self.kl_weight * estimate(logprobs, actions.reference)
         return loss, metrics
 
     def value_loss(self, actions: ActionTokens, values: Tensor) -> losses.TokenLoss:
-        """Returns the critic's loss [N] and metrics [N], for its values [N], with gradients. Needed if `has_critic`."""
+        """Returns the critic's loss [N] of each action token, and metrics [N]. Needed if `has_critic`.
+
+        `values` [N] are the critic's, with gradients.
+        """
         raise AssertionError("an algorithm with a critic needs a value loss")
 
     def guided_loss(self, teacher: Tensor, logprobs: Tensor) -> losses.TokenLoss:
-        """Returns the loss [N] of each action token with a teacher's distribution, and metrics [N].
+        """Returns the loss [N] of each action token that has a teacher's distribution, and metrics [N].
 
-        Needed if `has_teacher`. The names of the metrics begin with losses.GUIDED.
-        `teacher` [N, k] are the teacher's log-probabilities of its k likeliest tokens, `logprobs` [N, k] the policy's
-        of the same tokens, with gradients.
+        Needed if `has_teacher`. `teacher` [N, k] are the teacher's log-probabilities of its k likeliest tokens,
+        `logprobs` [N, k] the policy's of the same tokens, with gradients. The metrics' names begin with losses.GUIDED.
         """
         raise AssertionError("an algorithm with a teacher needs a loss for its distributions")
 
     def adapt_kl(self, kl: float | None) -> dict[str, float]:
-        """Adapts beta to the mean KL of a round; returns the beta of that round as a metric, nothing without a target.
+        """Adapts beta for the next round by this round's mean KL. Returns this round's beta as a metric.
 
-        `kl` is None if it was measured at no token of the round: then beta stays.
+        Without a target KL beta does not change, and no metric is returned. `kl` is None if the KL was measured at no
+        token of the round: then beta does not change either.
         """
-        beta = self.kl_weight
+        beta = self.kl_weight  # before it is adapted
         if kl is not None:
-            self.kl.update(kl)
-        if not self.kl.target:
+            self.kl_multiplier.update(kl)
+        if not self.kl_multiplier.target:
             return {}
         return {"kl_beta": beta}
 

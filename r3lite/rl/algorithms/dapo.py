@@ -1,14 +1,15 @@
 """DAPO, decoupled clip and dynamic sampling (arXiv 2503.14476): GRPO with four changes.
 
-rewards     R_i + penalty of a long episode: 0 up to L_max - L_cache tokens, then (L_max - L_cache - length) / L_cache,
-            -1 from L_max on                                                                     (eq. 13)
-sampling    groups whose rewards are all equal are replaced (eq. 11): by `rl/refill.py`, at most --refill-limit times
+rewards     R_i - c clip((length_i - (L_max - L_cache)) / L_cache, 0, 1): long episodes lose up to c (eq. 13, with c 1)
+sampling    groups whose rewards are all equal are replaced (eq. 11), see `rl/refill.py`: at most --refill-limit times
 advantages  GRPO's: (R_i - mean R) / (std R + eps)                                               (eq. 9)
-loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A), high 0.28 above low 0.2; beta is 0  (eq. 8 and 10)
+loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy, with low 0.2, high 0.28 and beta 0
+            (eq. 8 and 10)
 normalizer  mean over all action tokens of the mini-batch (eq. 12), without those of episodes that were cut off
             (overlong filtering, section 3.4)
 
-L_max is the most tokens that an episode may sample, L_cache its last fifth: the paper has 20,480 and 4,096.
+length_i is the number of action tokens of episode i, and c is --overlong-penalty. L_max is the largest number of tokens
+that an episode may sample. L_cache is --overlong-cache, by default a fifth, times L_max: the paper has 4,096 of 20,480.
 """
 
 import torch
@@ -25,8 +26,8 @@ class Dapo(Grpo):
     def length_penalties(self, batch: Batch) -> Tensor:
         """Returns the penalty [B] of each episode's length, which is subtracted from its return."""
         lengths = batch.action_mask.sum(-1)
-        max_length = self.max_sampled_tokens
-        cache = self.settings.overlong_cache * max_length
+        max_length = self.max_sampled_tokens  # L_max
+        cache = self.settings.overlong_cache * max_length  # L_cache
         excess = lengths - (max_length - cache)
         return self.settings.overlong_penalty * (excess / cache).clamp(0, 1)
 
@@ -34,7 +35,7 @@ class Dapo(Grpo):
         return super().returns(batch) - self.length_penalties(batch)
 
     def filtered(self, batch: Batch) -> Tensor:
-        """Returns the episodes without a loss, [B] bool."""
+        """Returns which episodes have no loss, [B] bool."""
         if self.settings.overlong_filter == "on":
             return batch.cut_off
         return torch.zeros_like(batch.cut_off)

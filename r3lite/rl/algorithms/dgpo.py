@@ -1,17 +1,18 @@
-"""Distillation-guided policy optimization (arXiv 2508.20324): GRPO for what succeeds, a teacher for what fails.
+"""Distillation-guided policy optimization (arXiv 2508.20324): successes learn by GRPO, failures from a teacher.
 
-reward      1 if the answer is right, else -beta KL(pi_teacher || pi)                    (section 4, the reward)
-advantages  GRPO's, (R_i - mean R) / (std R + eps) over all episodes of one question, failed ones too
-loss        of an episode that succeeded, GRPO's: -min(ratio A, clip(ratio, 1 - low, 1 + high) A); beta of the reference
-            is 0. The loss of an episode that failed is w sum_v p_v log(p_v / q_v) at each of its tokens instead, where
-            p is the teacher's distribution, q the policy's, both at temperature 1
+advantages  GRPO's: (R_i - mean R) / (std R + eps) over all episodes of one question, failed ones too
+loss        of an episode that succeeded, GRPO's with beta 0: -min(ratio A, clip(ratio, 1 - low, 1 + high) A)
+            - c_H entropy
+            of an episode that failed, at each of its tokens: w KL(p || q) = w sum_v p_v log(p_v / q_v). p is the
+            teacher's distribution, q the policy's, both at temperature 1; v is a token id, w --teacher-weight
 normalizer  GRPO's: mean over each episode's action tokens, then mean over the episodes of the mini-batch
 
-The paper makes its KL a reward of PPO, found from the sampled tokens alone. Here the KL is the loss itself, whose
-gradient, q - p at the logits, needs no advantages. Of p the k likeliest tokens are known; all others count as one. An
-episode's tokens are those that the policy sampled or, with a cache of the teacher's, those of a right answer to the
-same question. The base is GRPO rather than PPO: its advantages are 0 in a group that failed as a whole, and a critic
-would be trained on episodes of the cache, which the policy has not sampled.
+The paper trains by PPO with the reward 1 for a right answer, and -beta KL(pi_teacher || pi) for a wrong one, which it
+estimates from the sampled tokens (section 4). Here the KL is a loss: its gradient at the logits, w (q - p), needs no
+advantages. Only the k likeliest tokens of p are known; all others count as one token. The tokens of a failed episode
+are those that the policy sampled. With --teacher-logprobs, they are replaced by those of the teacher's right answer to
+the same question. The base is GRPO and not PPO, because GRPO's advantages are 0 in a group that failed as a whole, and
+because a critic would be trained on the teacher's answers, which the policy has not sampled.
 """
 
 from torch import Tensor
@@ -52,7 +53,7 @@ class Dgpo(Grpo):
         return self.settings.teacher_weight * kl, {losses.GUIDED + "kl": kl}
 
     def statistics(self, batch: Batch) -> dict[str, float]:
-        """Adds the shares of episodes that failed, and that learn from the teacher."""
+        """Adds two shares of the episodes: of those that failed, and of those that learn from the teacher."""
         guided = sum(top_tokens is not None for top_tokens in batch.teacher)
         metrics = super().statistics(batch)
         metrics[losses.GUIDED + "failed"] = float(batch.failed.float().mean())

@@ -3,8 +3,9 @@
 advantages  R_i - mean R over the episodes of one question: no std, which favours questions that are nearly always or
             nearly never solved
 loss        GRPO's; beta is 0
-normalizer  sum over each episode's action tokens / a constant, the most tokens that an episode may sample, then mean
-            over the episodes of the mini-batch: no 1 / length, under which a long wrong answer costs a token less
+normalizer  sum over each episode's action tokens / a constant, the largest number of tokens that an episode may sample,
+            then mean over the episodes of the mini-batch: with 1 / length instead of the constant, each token of a long
+            wrong answer is punished less than one of a short wrong answer
 """
 
 from torch import Tensor

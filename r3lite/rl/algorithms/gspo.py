@@ -2,18 +2,17 @@
 
 ratio       s_i = (pi(y_i) / pi_old(y_i))^(1 / |y_i|) = exp(mean over tokens of log pi - log pi_old)     (eq. 7)
 advantages  GRPO's: (R_i - mean R) / (std R + eps)                                                      (eq. 6)
-loss        -min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i)                                            (eq. 5)
+loss        -min(s_i A_i, clip(s_i, 1 - 3e-4, 1 + 4e-4) A_i) - c_H entropy                              (eq. 5)
 normalizer  mean over the episodes of the mini-batch
 
-The gradient of s_i is s_i times the mean of the gradients of log pi over the tokens. The value of s_i needs all
-log-probabilities of an episode, but the loss sees a chunk of tokens at a time, whose logits are then gone. So a token
-gets the ratio s_i,t = sg[s_i] pi_t / sg[pi_t] (GSPO-token, eq. 14; sg stops the gradient), which has the value of s_i
-and s_i times the gradient of its own log pi: with GRPO's normalizer, the mean over an episode's tokens, the values and
-the gradients add up to those of eq. 5. sg[s_i] is found first, from the hidden states that the loss then uses: the
-head is applied twice, in chunks, and one number a token is kept.
+s_i depends on all log-probabilities of episode i, but the loss is computed for a chunk of tokens at a time. So token t
+gets a ratio of its own, s_i,t = sg[s_i] pi_t / sg[pi_t] (GSPO-token, eq. 14; sg stops the gradient). Its value is s_i,
+its gradient s_i times the gradient of log pi_t. The gradient of s_i is s_i times the mean of the gradients of log pi_t
+over the tokens of the episode. GRPO's normalizer takes this mean, so values and gradients are those of eq. 5. sg[s_i]
+needs no gradient: the learner computes it first, from the same hidden states.
 
-The clip is narrower than what bf16 rounds between sampler and trainer, so the ratio is taken to log-probabilities that
-the trainer has found itself (--old-logprobs trainer).
+Rounding in bf16 makes the trainer's log-probabilities differ from the sampler's by more than the width of this clip. So
+log pi_old are recomputed by the trainer (--old-logprobs trainer).
 """
 
 from torch import Tensor
@@ -26,4 +25,4 @@ class Gspo(Grpo):
     has_episode_ratios = True
 
     def log_ratios(self, actions: ActionTokens, logprobs: Tensor) -> Tensor:
-        return actions.episode_log_ratios + (logprobs - logprobs.detach())
+        return actions.episode_log_ratios + (logprobs - logprobs.detach())  # log s_i,t; the difference is 0

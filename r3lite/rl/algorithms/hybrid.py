@@ -1,11 +1,11 @@
 """LUFFY (arXiv 2504.14945) and ExGRPO (arXiv 2510.02245) at once.
 
-A group may have a teacher's trace, a replayed success of the policy's own, both or neither.
-
-groups      the sampled episodes of a question, with what LUFFY and with what ExGRPO adds to them
-advantages  (R_i - mean R) / (std R + eps) over all of them
+groups      the sampled episodes of a question; with them a teacher's trace (see luffy.py), a success of the policy from
+            an earlier round (see exgrpo.py), both or neither
+advantages  (R_i - mean R) / (std R + eps) over all episodes of a group
 loss        on-policy tokens: GRPO's
-            off-policy tokens: -f(r) A, f(r) = r / (r + gamma), r = pi for a trace's, r = pi / pi_past for replayed ones
+            off-policy tokens: -f(r) A - c_H entropy, f(r) = r / (r + gamma). r is pi at tokens of a trace, and
+            pi / pi_past at replayed tokens
 normalizer  mean over each episode's action tokens, then mean over the episodes of the mini-batch
 """
 

@@ -5,8 +5,8 @@ loss        on-policy tokens: GRPO's
             off-policy tokens: -f(r) A - c_H entropy, f(r) = r / (r + gamma), r = pi / pi_b, without a clip
 normalizer  GRPO's: mean over each episode's action tokens, then mean over the episodes of the mini-batch
 
-pi_b is the policy that wrote the tokens. Off-policy tokens have no KL term: its estimates hold for tokens that the
-policy samples, and on a teacher's tokens it would keep the policy from learning them.
+pi_b is the policy that wrote the tokens, gamma is --shaping-gamma. Off-policy tokens have no KL term: its estimates are
+only right for tokens that the policy samples, and on a teacher's tokens the term would work against learning them.
 """
 
 import torch
@@ -29,14 +29,14 @@ class Mixed(Grpo):
         off_policy = actions.off_policy
         if off_policy is None:
             return super().loss(actions, logprobs, entropy)
-        # GRPO's loss gets ratio 1 at off-policy tokens: their own ratios could overflow, to a nan in the gradient.
+        # At off-policy tokens GRPO's loss, which is not used there, gets the ratio 1: a ratio that overflows would make
+        # the gradient nan in spite of the `where` below.
         safe_logprobs = torch.where(off_policy, actions.old_logprobs, logprobs)
         clipped_loss, metrics = super().loss(actions, safe_logprobs, entropy)
-        log_ratios = logprobs - actions.old_logprobs
         shaped_loss, shaped_ratio = losses.shaped_surrogate(
-            log_ratios,
-            actions.advantages,
-            self.settings.shaping_gamma,
+            log_ratios=logprobs - actions.old_logprobs,
+            advantages=actions.advantages,
+            gamma=self.settings.shaping_gamma,
         )
         shaped_loss = shaped_loss - self.settings.entropy_coefficient * entropy
         metrics["off_policy/shaped_ratio"] = shaped_ratio

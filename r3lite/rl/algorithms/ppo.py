@@ -3,8 +3,11 @@
 rewards     r_t - beta (log pi_old(a_t) - log pi_ref(a_t)), at every action token      (2203.02155, eq. 2)
 advantages  GAE(gamma, lambda) over action tokens, whitened over the round             (1506.02438, eq. 16)
 loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy              (1707.06347, eq. 7)
-            + c_V 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), or c_V 0.5 (V - R)^2
+            + c_V 0.5 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2), or c_V 0.5 (V - R)^2 without c
 normalizer  mean over the action tokens of the mini-batch
+
+V is the critic's value, V_old its value while sampling, R the target of GAE (advantage before whitening + V_old), c is
+--value-clip and c_V --value-coefficient.
 """
 
 from dataclasses import replace

@@ -1,13 +1,13 @@
 """REINFORCE++ (arXiv 2501.03262): no critic and no groups; the round's mean return is the baseline.
 
 rewards     r_t - beta (log pi_old(a_t) - log pi_ref(a_t)), at every action token
-advantages  sum of gamma^k r_(t+k) over the action tokens from t on, gamma 1, whitened over the round. The paper has one
-            reward at an answer's end; here the reward of each step counts for the tokens before it
+advantages  sum over k of gamma^k r_(t+k), over the action tokens from t on, gamma 1, whitened over the round. The paper
+            has one reward, at the end of an answer; here each step may have a reward, for all action tokens before it
 loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy
 normalizer  mean over the action tokens of the mini-batch
 
-It is PPO with values 0 and lambda 1. The paper's variant with a baseline, which takes the group's
-mean off first, is in `reinforce_baseline.py`.
+This is PPO with values 0 and lambda 1. The paper's variant with a baseline, the mean of the group, is in
+`reinforce_baseline.py`.
 """
 
 from dataclasses import replace

@@ -1,11 +1,11 @@
-"""REINFORCE leave-one-out (arXiv 2402.14740): a whole answer is one action, the others of its group are its baseline.
+"""REINFORCE leave-one-out (arXiv 2402.14740): a whole episode is one action, the rest of its group its baseline.
 
 rewards     R_i - beta sum over tokens of (log pi_old - log pi_ref)
 advantages  R_i - mean of the R_j of the same question, j != i
-loss        -A_i log pi(y_i): its gradient is that of the clipped loss below where the ratio is 1, as in the paper.
-            In later mini-batches and epochs of a round, which the paper does not have, PPO's clip of each token's ratio
-            holds: -min(ratio A, clip(ratio, 1 - low, 1 + high) A)
-normalizer  sum over each episode's action tokens, mean over the episodes of the mini-batch
+loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy at each token, as in PPO. In the first
+            mini-batch of a round the ratio is 1: then the gradient is that of the paper's loss, -A_i log pi(y_i). The
+            paper has no later mini-batches or epochs in a round
+normalizer  sum over each episode's action tokens, then mean over the episodes of the mini-batch
 """
 
 from torch import Tensor
