@@ -98,6 +98,8 @@ def test_values_are_read_by_their_type():
         (["--lora-targets", ","], "lora_targets has 0 values; it must have at least one"),
         (["--seed", "18446744073709551616"], "seed is 18446744073709551616; it must be at most 9223372036854775807"),
         (["--seed", "-1"], "seed is -1; it must be at least 0"),
+        (["--learning-rate", "-1e-3"], "learning_rate is -0.001; it must be greater than 0"),  # a number, no flag
+        (["--learning-rate", "-.5E+2"], "learning_rate is -50.0; it must be greater than 0"),
         (["--top-p", "0"], "top_p is 0.0; it must be greater than 0"),
         # An unset shell variable stood for the default: another corpus, the bare base, Google's server.
         (["--adapter", ""], "--adapter is empty; is a shell variable unset"),

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import inspect
 import json
+import re
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from r3lite.core.errors import UsageError, nearest
 from r3lite.core.files import load_toml, shipped
 from r3lite.core.inherited import InheritedSetting, inherited_settings
 
+# A negative number as a value of a setting; argparse itself takes -1e-3 for a flag.
+NEGATIVE_NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$", re.IGNORECASE)
 SHORT_HELP = 60  # the most lines that --help shows without being shortened
 # Settings that hold for one start of a run, and not when it is resumed. `to_toml` leaves them out if they are unset.
 OF_ONE_START = ("output", "resume", "stop_after")
@@ -154,10 +157,14 @@ def flags_by_user(config: Any, names: Iterable[str]) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises UsageError where argparse would print the error and exit."""
+    """Raises UsageError where argparse would print the error and exit, and reads -1e-3 as a number, not as a flag."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._negative_number_matcher = NEGATIVE_NUMBER
 
     def error(self, message: str):
-        raise UsageError(message, code="toml-damaged")
+        raise UsageError(message, code="argument-invalid")
 
 
 class _HelpAction(argparse.Action):
