@@ -71,14 +71,14 @@ class RLTrainer:
         record = sampled.metrics()
         self.learner.algorithm.kl_multiplier.scale = self.guard.kl_scale  # a rollback may raise it
         if self.learner.budget:
-            # --kl-budget judges the update of the previous round. If the number of rollbacks has changed since then,
-            # that update is undone, and there is nothing to judge.
+            # --kl-budget judges the update of the previous round. If there was a rollback since then, it has undone
+            # that update, and there is nothing to judge.
             self.learner.budget.begin(number, self.guard.rollbacks)
         record |= self._learn(number, sampled, watch)
         if self.round_sampler.judge:
             record |= self.round_sampler.judge.counts()
         record |= watch.laps  # the seconds of each stage
-        # In the last of the first rounds the guard returns the metrics of these rounds; in all others an empty list.
+        # Once, after the guard's first `start_rounds` rounds, this returns their metrics; in every other round [].
         metrics_of_first_rounds = self.guard.first_rounds(record)
         if metrics_of_first_rounds:
             rl_setup.warn_of_no_reward(self.config, metrics_of_first_rounds)
@@ -88,7 +88,7 @@ class RLTrainer:
         """Takes the optimizer steps of a round and returns their metrics.
 
         Takes no step and returns no metrics if there is no episode to learn from: if all rewards are missing, or if all
-        groups lack variance after the refill.
+        groups lack variance (after the refill, if there is one).
         """
         rollouts = sampled.rollouts(self.config.rl.failed_below)
         if not rollouts:
@@ -105,7 +105,8 @@ class RLTrainer:
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
         make_taught_batch = None
-        if isinstance(self.teacher, teacher.TeacherInTurns):  # other teachers read a file and run no model
+        # A `TeacherInTurns` loads a model in turns with the policy; other teachers read a file and run no model.
+        if isinstance(self.teacher, teacher.TeacherInTurns):
             make_taught_batch = self.teacher.batch
         rl_setup.rehearse(self.learner, make_taught_batch)
 

@@ -257,7 +257,7 @@ class RoundSampler:
     def run_stages(self, number: int, watch: Stopwatch) -> Round:
         """Runs the stages of round `number` one after the other, with the weights that the engine has."""
         rl = self.config.rl
-        # Each has an entry for each episode: batch_size questions, each num_generations times in a row.
+        # Both have one entry for each episode: num_generations entries in a row for each of batch_size questions.
         questions, seeds = self.order.of_round(number, rl.batch_size)
         replayed_ids: list[str] = []
         if self.guidance:
@@ -310,7 +310,7 @@ class RoundSampler:
     ) -> Round:
         """Returns the round with the off-policy episodes of its groups; adds its successes to the replay buffer.
 
-        `questions` has the question of each episode, num_generations times in a row that of one group.
+        `questions` has one entry for each episode: each group's question stands there num_generations times in a row.
         """
         group_question_ids = [question.id for question in questions[:: self.config.rl.num_generations]]
         off_policy, metrics = self.guidance.choose_and_store(

@@ -85,11 +85,9 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            # The adapter does not change before the update, so all passes of the step share one copy of it in their
-            # dtype (`cast_once`). If memory runs out, `run_within_memory` drops the gradients and calls `add_gradients`
-            # again with smaller memory figures. "update" is the phase: passes over whole rows, in contrast to "sample".
-            with cast_once(self.policy.model, self.policy.precision.dtype):
-                rank_loss_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
+            # If memory runs out, `run_within_memory` drops the gradients and calls `add_gradients` again with smaller
+            # memory figures. "update" is the phase: passes over whole rows, in contrast to "sample".
+            rank_loss_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device, so that `rank_loss_parts` can be read
         loss_parts = sum_by_name(self.ranks.gather(rank_loss_parts))
         record = means_by_source("loss", loss_parts, count_loss_tokens(rows))
@@ -118,7 +116,9 @@ class SFTTrainer:
             self.policy.grant.run_within_memory("update", self.add_gradients, rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Adds the gradients of the mean loss over `rows`, all rows of a step. This rank runs only its share of them.
+        """Adds the gradients of the mean loss over `rows`, all rows of a step or, in `rehearse`, of one micro-batch.
+
+        This rank runs only its share of them.
 
         Returns, by source, what this rank's rows of the source contribute to the mean loss, which is the sum of these
         parts over all sources and ranks. The parts are copied from a GPU without waiting: read them only after
@@ -133,12 +133,14 @@ class SFTTrainer:
                 cause, "Remove --gradient-accumulation and --micro-batch-tokens, or --no-lora.", code="no-lora-passes"
             )
         loss_parts: dict[str, Tensor] = {}
-        for micro_batch in self.ranks.with_progress(micro_batches, "learning", "passes"):
-            self.last_micro_batch = micro_batch
-            loss = self.loss(micro_batch) / loss_tokens
-            self._backward(loss)
-            source = micro_batch[0].source
-            loss_parts[source] = loss_parts.get(source, 0.0) + loss.detach()
+        # The adapter does not change before the update: all passes share one copy of it in their dtype.
+        with cast_once(self.policy.model, self.policy.precision.dtype):
+            for micro_batch in self.ranks.with_progress(micro_batches, "learning", "passes"):
+                self.last_micro_batch = micro_batch
+                loss = self.loss(micro_batch) / loss_tokens
+                self._backward(loss)
+                source = micro_batch[0].source
+                loss_parts[source] = loss_parts.get(source, 0.0) + loss.detach()
         return {source: part.to("cpu", non_blocking=True) for source, part in loss_parts.items()}
 
     def _backward(self, loss: Tensor) -> None:
@@ -167,9 +169,9 @@ class SFTTrainer:
         model = self.policy.model
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
-            # [V, C] zeros in full fine-tuning, to which the backward pass adds the head's gradient.
             head_grad_out = None
             if self.policy.full_tuning and torch.is_grad_enabled():
+                # A buffer of zeros [V, C], to which the backward pass adds the head's gradient.
                 head_grad_out = self.policy.full_tuning.head_gradient()[: self.vocabulary]
             loss, _ = token_loss(
                 hidden,
@@ -306,7 +308,7 @@ def build_trainer(
     message = few_steps_warning(config, len(rows))
     if message and ranks.first:
         print(f"warning: {message}", file=sys.stderr)
-    # `lengths_of` has the arguments `longest`, `shared`, `mean_tokens` and `writes`.
+    # `lengths_of` returns the keyword arguments `longest`, `shared`, `mean_tokens` and `writes` of `sft_workload`.
     workload = sft_workload(config, **lengths_of(rows, held_out), steps=steps)
     training = Training(
         lora=config.lora,

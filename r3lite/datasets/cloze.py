@@ -134,8 +134,8 @@ def names(sentence: str) -> Iterator[tuple[int, int]]:
     """Yields the start and the end of each name: consecutive words with capitals, such as `Marta Lindqvist` or `Bank of
     England`.
 
-    Any word has a capital at the beginning of a sentence. A run of words there is no name, unless its first word is in
-    NAMELESS_OPENERS; this word is then left out of the name.
+    Any word has a capital at the beginning of a sentence. The run that begins a sentence is not taken for a name,
+    unless its first word is in NAMELESS_OPENERS; this word is then left out of the name.
     """
     runs: list[list[re.Match]] = [[]]
     for word in WORD.finditer(sentence):
@@ -226,6 +226,7 @@ class ClozeMaker:
             for number, text in enumerate(texts):
                 if len(text) <= LONGEST_SENTENCE and not any(mark in text for mark in MARKS):
                     of_title.setdefault(text, Statement(passage, number, text, name))
+        self.all_gaps = self._all_gaps()
         self.gaps = self._gaps_of_statements()
         self.links = self._links()
 
@@ -247,29 +248,28 @@ class ClozeMaker:
                 by_text.setdefault(question.text, question)
         return list(by_text.values())
 
+    def _all_gaps(self) -> list[ClozeGap]:
+        """Returns the gaps that names, dates and numbers fill, of all statements in their order."""
+        gaps = []
+        for of_title in self.statements.values():
+            for statement in of_title.values():
+                gaps += [ClozeGap(statement, start, end) for start, end in spans(statement.text)]
+        return gaps
+
     def _gaps_of_statements(self) -> dict[Statement, list[ClozeGap]]:
         """Returns the gaps of each statement of which questions are made.
 
         The answer of such a gap occurs once in the statements of its document and not in the title. No gap with the
         same surroundings has another answer.
         """
-        all_gaps = []
-        usable_gaps = []
-        for of_title in self.statements.values():
-            text = "\n".join(of_title).casefold()
-            for statement in of_title.values():
-                for start, end in spans(statement.text):
-                    gap = ClozeGap(statement, start, end)
-                    all_gaps.append(gap)
-                    words = WORD.findall(gap.masked(" "))
-                    in_title = folded(gap.answer) in folded(statement.passage.title)
-                    occurs_once = text.count(gap.answer.casefold()) == 1
-                    if len(words) >= FEWEST_WORDS and occurs_once and not in_title:
-                        usable_gaps.append(gap)
-        unique = set(unambiguous(all_gaps))
+        unique = set(unambiguous(self.all_gaps))
+        texts = {title: "\n".join(of_title).casefold() for title, of_title in self.statements.items()}
         gaps: dict[Statement, list[ClozeGap]] = defaultdict(list)
-        for gap in usable_gaps:
-            if gap in unique:
+        for gap in self.all_gaps:
+            title = folded(gap.statement.passage.title)
+            words = WORD.findall(gap.masked(" "))
+            occurs_once = texts[title].count(gap.answer.casefold()) == 1
+            if len(words) >= FEWEST_WORDS and occurs_once and folded(gap.answer) not in title and gap in unique:
                 gaps[gap.statement].append(gap)
         return gaps
 
@@ -298,7 +298,7 @@ class ClozeMaker:
                     gap = ClozeGap(statement, start=starts[0], end=starts[0] + len(name))
                     if len(WORD.findall(gap.masked(" "))) >= FEWEST_WORDS:
                         links.append((gap, linked_title))
-        unique = set(unambiguous([gap for gap, _ in links]))
+        unique = set(unambiguous([*self.all_gaps, *(gap for gap, _ in links)]))
         return [(gap, title) for gap, title in links if gap in unique]
 
     def _simple(self, gap: ClozeGap) -> ClozeQuestion | None:
@@ -310,8 +310,8 @@ class ClozeMaker:
         """Returns a drawn question of two documents; None if there is none.
 
         The name of the second document, whose folded title is `title`, fills the gap `link`; the question asks for a
-        gap in the second document. That sentence must not mention the first document, nor the first sentence the
-        answer.
+        gap in the second document. The second sentence must not mention the first document, and the first sentence must
+        not contain the answer.
         """
         questions = []
         first_quoted = _quoted(link.masked(MARKS[0]), link.statement.name)

@@ -130,7 +130,7 @@ def _load(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of loading.
 
     It is at one of two moments: when the embedding is copied from the mapped file (on a CPU the file's pages and the
-    copy are both in memory), or when the last linear layer is read, and all other weights are there.
+    copy are both in memory), or when the largest linear layer is read, as if it were the last of all weights.
     """
     largest_linear = 0
     for taps in layers_by_taps(w.model):
@@ -160,7 +160,7 @@ def _dequantized_bytes(w: Workload, memory: Memory, weights: int) -> int:
         temporary = nf4.TILE * (index + 2 * FP32)
     else:
         temporary = weights * (index + FP32)
-    absmax = weights // nf4.BLOCK * 2 * FP32  # two copies in fp32: of each matrix, and of all matrices joined
+    absmax = weights // nf4.BLOCK * 2 * FP32  # fp32 scales twice: once for each matrix, once joined
     return weights * w.element + absmax + temporary
 
 
@@ -218,7 +218,8 @@ def _largest_pass(w: Workload, memory: Memory, row_limit: int) -> _Pass:
     It has at most `micro_batch_tokens` tokens; more only if a single row has more, or in full tuning the rows of a
     step, which are never divided.
     """
-    unshared = w.row_tokens - w.shared  # tokens of a row
+    unshared = w.row_tokens - w.shared  # tokens of a row that no other row shares
+    # `pass_tokens` are those of one row, or in full tuning of all rows of a step.
     token_limit = max(memory.micro_batch_tokens, w.pass_tokens)
     tokens_of_all_rows = w.shared + row_limit * unshared  # the shared tokens are run once
     tokens = min(token_limit, tokens_of_all_rows)
@@ -234,7 +235,7 @@ def _score(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of a pass for log-probabilities: in a layer, or at the logits."""
     tokens, loss_tokens, shared_keys = _largest_pass(w, memory, w.scored_rows)
     repeated = shared_keys * 2 * query_size(w.model) * w.element  # keys and values, for every query head
-    masks = _window_mask_bytes(w, tokens, w.row_tokens)
+    masks = _mask_bytes(w, tokens, shared_keys)
     layer = {"live layer": _forward(w, memory, tokens) + repeated + masks}
     loss = {
         "hidden states": (tokens + loss_tokens) * w.model.hidden_size * w.element,
@@ -370,6 +371,14 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     return largest([reading, drawing])
 
 
+def _mask_bytes(w: Workload, tokens: int, shared_keys: int) -> int:
+    """Returns the bytes of the masks of a pass over whole rows: of windows, and of tokens after a shared prefix."""
+    masks = _window_mask_bytes(w, tokens, w.row_tokens)
+    if shared_keys:  # attention after a prefix is not just causal, see StretchMasks
+        masks += tokens * w.row_tokens * w.element
+    return masks
+
+
 def _window_mask_bytes(w: Workload, tokens: int, keys: int) -> int:
     """Returns the bytes of a pass's masks, one [tokens, keys] for each window that is shorter than `keys`."""
     windows = {kind.window for kind in w.model.layer_kinds} - {None}
@@ -392,7 +401,10 @@ class _Backward(NamedTuple):
     accumulated: int  # bytes of gradients of earlier passes
 
     def inputs(self, layers: int) -> Parts:
-        """Returns the bytes of the inputs of `layers` recomputed layers and of one more hidden state."""
+        """Returns the bytes of the inputs of `layers` recomputed layers and of one more hidden state.
+
+        The rotary tables and masks, which all layers read, are counted with them.
+        """
         return {"layer inputs": (layers + 1) * self.layer_input + self.rotary + self.masks}
 
 
@@ -407,9 +419,6 @@ def _backward(w: Workload, memory: Memory) -> _Backward:
     several_passes = w.guided or w.step_rows * w.row_tokens > tokens  # in one optimizer step
     kinds = m.layer_kinds or (m.kind(0),)
     ropes = {kind.rope for kind in kinds} - {None}
-    masks = _window_mask_bytes(w, tokens, w.row_tokens)
-    if shared_keys:
-        masks += tokens * w.row_tokens * w.element
     return _Backward(
         tokens=tokens,
         loss_tokens=loss_tokens,
@@ -417,7 +426,7 @@ def _backward(w: Workload, memory: Memory) -> _Backward:
         layer_input=tokens * m.hidden_size * w.element,
         inputs_on_device=inputs_on_device,
         rotary=sum(2 * tokens * (rope.dims or m.head_dim) * w.element for rope in ropes),
-        masks=masks,
+        masks=_mask_bytes(w, tokens, shared_keys),
         repeated=shared_keys * 2 * query_size(m) * w.element,
         joined=tokens * query_size(m) * w.element if tokens > w.row_tokens else 0,
         accumulated=adapter_bytes(w) if several_passes else 0,
@@ -455,7 +464,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
         yield inputs | kept_layers | {"live layer": live, "gradients": gradients}
     if not b.recomputed:
         return
-    if w.full_tuning:
+    if w.full_tuning:  # the gradients of one layer exist until they are applied
         accumulated += max(sum(layer_tensors(m, taps).sizes) for taps in layers_by_taps(m)) * w.element
     # Of the recomputed layers of each kind, two may be at the peak: the last one, when the most inputs exist, and the
     # first one, when the most gradients exist.
@@ -500,8 +509,9 @@ def _live_bytes_of_recomputed(
     inner = m.intermediate_size
     mixer = mixer_sizes(w, taps)
     tile = min(b.tokens, memory.mlp_tile)
-    # In Gemma each half of a layer also has a norm of its output, which keeps this output.
-    output_norms = layer_tensors(m, taps).norms - 2  # of both halves
+    # A layer has two norms, one at the start of each half. In Gemma each half also ends with a norm, which keeps the
+    # half's output.
+    output_norms = layer_tensors(m, taps).norms - 2
     outputs = output_norms // 2 * hidden  # of one half
     tile_inner = tile * inner * e
     inside = max(

@@ -264,7 +264,7 @@ class CausalLM(nn.Module):
     def forward(self, input_ids: Tensor, context: AttentionContext | None = None) -> Tensor:
         """Returns the hidden states [B, T, C] after the final norm, for token ids [B, T], which may be on the host.
 
-        The context decides which tokens `input_ids` has:
+        What `input_ids` must hold depends on the context:
         - No context: independent rows, padded on the right.
         - A pack, a prefill or a verification of drafts: the tokens of all rows, laid end to end: [1, N].
         - A decode step: the next token of each row: [B, 1].

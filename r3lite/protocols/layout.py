@@ -24,8 +24,7 @@ from r3lite.settings import LengthSettings
 class Opening:
     """How an episode begins. In baselines the layout may search, or write the heading of the answer, for the model."""
 
-    # The protocol is PlainAnswer (protocols/registry.py): a single user turn has the question, below its documents if
-    # there are any.
+    # The protocol is PlainAnswer (protocols/registry.py): one user turn holds the documents, if any, then the question.
     plain: bool = False
     retrieves_first: bool = False  # the question itself is the first query, before the first turn of the model
     forces_answer: bool = False  # the first turn begins with the heading of an answer
@@ -135,8 +134,8 @@ class Layout:
         """Parses the finished turn into a step, and decides how the transcript goes on.
 
         The step is added to the transcript, which is then finished or has `pending` searches. Or a turn for a forced
-        answer begins, and the step is added with this answer. After a last turn (`Transcript.is_last_turn`) the
-        transcript is always finished.
+        answer begins; when that turn is over, `_close_answer` adds the step. After a last turn
+        (`Transcript.is_last_turn`) the transcript is always finished.
         """
         text = self.turn_text.read(transcript)
         # The model ended the turn if it wrote the stop token, or if the text is complete by the protocol's rule, such
@@ -188,8 +187,8 @@ class Layout:
     def _close_answer(self, transcript: Transcript, text: str, ended_by_model: bool) -> None:
         """Adds the step whose answer was forced, with the answer of this turn, and ends the episode.
 
-        The step gets no answer if a limit cut the turn off (not `ended_by_model`), or if the turn only repeats the
-        request for an answer.
+        The step gets no answer if a limit cut the turn off (not `ended_by_model`), if the turn is blank, or if it only
+        repeats the request for an answer.
         """
         forced_step = transcript.forced_step
         step = self.protocol.read_answer(text, transcript.steps)

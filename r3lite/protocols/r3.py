@@ -220,8 +220,8 @@ class R3(Protocol):
         for heading, section in zip(written_headings, texts):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
-        # A preamble after `Step k:` is taken for an analysis without its heading. This is the fault "no_analysis", even
-        # if an analysis with its heading follows. Without `Step k:` a preamble has only the fault "no_step_heading".
+        # Text between `Step k:` and the first heading is the fault "no_analysis", even if an analysis with its heading
+        # follows; it does not become the analysis. Without `Step k:` the only fault of such text is "no_step_heading".
         has_headless_analysis = step_number is not None and preamble.strip()
         faults = faults_if(
             no_step_heading=step_number is None,

@@ -102,7 +102,8 @@ class Tokenizer:
         any_token = "|".join(map(re.escape, longest_first))
         self._markup_pattern = re.compile(f"({any_token or '(?!)'})")
         # SentencePiece writes a space before a text. Text that continues other text must not get this space: it is
-        # encoded behind a line break, whose tokens, the anchor, are then removed. None: no space is written.
+        # encoded behind a line break, whose tokens are then removed. `_anchor` has these tokens; it is None for a
+        # tokenizer that writes no such space.
         line_break = self._plain.encode("\n", add_special_tokens=False).ids
         letter = self._plain.encode("a", add_special_tokens=False).ids
         letter_on_line = self._plain.encode("\na", add_special_tokens=False).ids
@@ -132,8 +133,8 @@ class Tokenizer:
         self.lead = ""
         if to_assistant.startswith(self._generation_prompt):
             self.lead = to_assistant.removeprefix(self._generation_prompt)
-        # The next assistant turn begins like the earlier one, except for the lead, or for what the template adds to the
-        # prompt (an empty thought).
+        # The prompt and an earlier assistant turn begin alike, but one of them may go on: `to_assistant` with blanks,
+        # the lead, or the prompt with what the template adds to it, such as an empty thought.
         ends_turn = stop and not tail.strip()
         opens_turn = not self.lead.strip() and (self.lead or self._generation_prompt.startswith(to_assistant))
         if gaps_of_one != (chat_start, self._generation_prompt) or not ends_turn or not opens_turn:
@@ -154,7 +155,7 @@ class Tokenizer:
             self._trims.add("system")
 
     def _writes_system_first(self) -> bool:
-        """Returns whether the template writes a system message first, and what follows as without one.
+        """Returns whether the template writes a system message first, and then the chat exactly as without it.
 
         If not, `merge_system` puts the system message into the first user message.
         """
@@ -401,7 +402,7 @@ class Tokenizer:
             ids.extend(tokens)
             trained.extend([are_trained] * len(tokens))
 
-        # What comes after the stop token of the last assistant turn: markup and contents in turn.
+        # The texts since the stop token of the previous assistant turn, not encoded yet: markup and contents in turn.
         texts = [gaps[0]]
         for index, (message, gap) in enumerate(zip(messages, gaps[1:], strict=True)):
             if message["role"] != "assistant":
@@ -440,6 +441,7 @@ class Tokenizer:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
+            # The reply as it is sampled, with the beginning of its thought, against the reply as an earlier turn.
             thought_start, reply = self._with_thought("", self._content(message))
             if index < last_user and thought_start + reply != self._content(self._as_earlier(message)):
                 rewritten.add(index)

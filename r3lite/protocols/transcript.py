@@ -27,7 +27,7 @@ class Transcript(TokenRecord):
     turn_start: int = 0  # index of the first token of the current turn
     # The step whose forced answer the model writes in the current turn. None: no answer is forced in this turn.
     forced_step: Step | None = None
-    # The `forced_step` of the last turn after this turn is closed, for `Sequence.reopened`, which samples it again.
+    # The `forced_step` that the last turn had, set when that turn is closed. `Sequence.reopened` forces it again.
     closed_forced_step: Step | None = None
     pending: tuple[Search, ...] = ()  # searches of the last step that wait for their documents
     is_last_turn: bool = False  # the current turn ends the episode: no documents and no forced answer follow it

@@ -202,6 +202,8 @@ def _check_names(
 ) -> None:
     """Raises R3LiteError if either the settings or the index name hashing, but not both, or if the styles differ.
 
+    --encoder-style auto differs from no style, and hashing has none.
+
     Called before the encoder is loaded, which may take long.
     """
     name = settings.encoder

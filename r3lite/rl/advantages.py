@@ -1,7 +1,7 @@
 """Advantages: how much better an action was than expected. Pure functions over tensors.
 
 Shapes: [B, T] rows and positions, [B] one number for each episode. `groups` [B] has the number of each episode's group:
-the episodes of one question are a group.
+the episodes of one draw of a question are a group.
 """
 
 from collections.abc import Callable

@@ -27,7 +27,7 @@ class Rollout:
 
     record: TokenRecord  # its T tokens, N of which are actions
     token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)
-    group: int  # number of the group; the rollouts of one question are a group
+    group: int  # number of the group: the rollouts of one draw of a question
     cut_off: bool = False  # the episode reached a token limit before its answer
     # The episode was not sampled in this round. A replayed one has the log-probabilities of the policy that sampled it,
     # a teacher's trace has log-probabilities 0.
@@ -274,7 +274,7 @@ def action_states(model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor]:
     Returns the hidden states [N, C] that predict the action tokens, and these tokens [N], in row-major order. The
     hidden state of token t - 1 predicts token t.
     """
-    # A mask is padded to T, which may be longer than its row of tokens. Only as much of it as the row has is read.
+    # A mask is padded to T, which may be longer than its row of tokens: `states_before` reads len(row) entries of it.
     return states_before(model, batch.token_rows(), batch.action_mask.tolist())
 
 

@@ -355,7 +355,10 @@ class Learner:
         teacher_ids = torch.cat([top_tokens.ids for top_tokens in batch.teacher])  # [N, k]
 
         def distillation_loss(places: slice, logprobs: Tensor) -> tuple[Tensor, Sums]:
-            """Returns the weighted sum [] of a chunk's losses, and its metrics' sums, for the policy's [n, k]."""
+            """Returns the weighted sum [] of a chunk's losses, and the sums of its metrics.
+
+            `logprobs` [n, k] are those that the policy gives the teacher's k tokens.
+            """
             chunk_weights = weights[places].to(logprobs.device, non_blocking=True)
             chunk_teacher = teacher_logprobs[places].to(logprobs.device, non_blocking=True)
             per_token, metrics = self.algorithm.guided_loss(chunk_teacher, logprobs)

@@ -102,13 +102,14 @@ class GraphDecoder(Decoder):
     ):
         """`capture(step)` returns a function that runs `step` again, and the tensor with its result; see `Capture`."""
         super().__init__(model, cache, drafter)
-        cache.reserve(slots)
-        self.slots = cache.capacity
         self.capture = capture or Capture()
         self.graphs: dict[tuple[int, int, int], Graph] = {}  # by (rows, places of a row, slots)
         # If False, the model is called. Layers with a gated delta rule choose on the host, at each step, the state from
         # which a row continues; a graph would repeat the choice of its capture.
         self.uses_graphs = not any(isinstance(layer, DeltaRows) for layer in cache.layers)
+        if self.uses_graphs:
+            cache.reserve(slots)
+        self.slots = cache.capacity
 
     def __call__(self, tokens: list[int]) -> Tensor:
         places = 1

@@ -140,8 +140,8 @@ class Drafter:
     def propose(self, rows: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Returns a draft for each row, empty if none pays. `rows` has the first sequence of each row.
 
-        `limits` are the most tokens that each row's draft may have. A drafted token pays if the tokens gained by it are
-        at least MARGIN times those that would be sampled without drafts in the time that it costs.
+        `limits` are the most tokens that each row's draft may have. A drafted token pays if it is accepted with
+        at least the probability `least_probability`.
         """
         speed = len(rows) / (1 + ROW_COST * len(rows))  # tokens per unit of time without drafts
         # A drafted token gains one token with the probability that it is accepted. It takes the time `token_cost`, in

@@ -94,8 +94,9 @@ class Sequence(Transcript):
 
         The tokens of the new turn are sampled with `stream`; they will be the only action tokens of the copy. A query
         in the new turn gets no documents, and after --max-hops steps it does not lead to a forced answer either: it
-        ends the episode as SEARCHING. So all last turns of a sequence are written after the same documents. If the
-        answer was forced in the old turn, it is forced in the new one.
+        ends the episode as SEARCHING (a repeated query as MALFORMED, with --end-at-idle-query). So all last turns of a
+        sequence are written after the same documents. If the answer was forced in the old turn, it is forced in the
+        new one.
         """
         return Sequence(
             self.question,

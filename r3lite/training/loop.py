@@ -88,7 +88,8 @@ def train(
             if record_of_step_0 is not None:
                 log.write(record_of_step_0)
                 log.sync()
-                # A rollback may restore this checkpoint. `save` skips step `run.saved_step`, which is 0 at the start.
+                # A rollback may need this checkpoint. `run.save` would write nothing, since it skips `run.saved_step`,
+                # which is 0 at the start.
                 run.write(state, 0)
                 oversight.end_step(0)
                 span_log.write(0)

@@ -84,6 +84,15 @@ def test_each_gap_has_one_answer():
     assert any("cost the town (1) pounds" in question.text for question in ClozeMaker(again).questions(0))
 
 
+def test_a_link_has_no_gap_that_a_name_without_a_document_fills_too():
+    """Whoever read the other sentence found another person, and another answer."""
+    berg = Document("1", "Anna Berg", "She was born in Ljungby on a farm.")
+    book = Document("2", "Silent Harbour", "It was written by Anna Berg.")
+    assert [title for _, title in ClozeMaker([berg, book]).links] == ["anna berg"]
+    other = Document("3", "Silent Harbour", "It was written by Carl Roe.")
+    assert ClozeMaker([berg, book, other]).links == []
+
+
 def test_a_title_stands_before_a_sentence_that_has_it_only_within_a_word():
     """Without it both asked the same, and the answer was that of one of them."""
     text = "Adapters were first sold by the company in {} to all."
