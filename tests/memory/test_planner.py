@@ -439,7 +439,7 @@ def test_a_pass_of_one_row_takes_what_it_takes_without_a_shared_beginning():
 
 
 def test_rows_after_a_shared_beginning_have_a_mask_also_without_gradients():
-    """Attention after a beginning that rows share is not just causal: [tokens, keys] in bf16, which scoring left out."""
+    """Attention after a beginning that rows share is not just causal: [tokens, keys] in bf16. Scoring left it out."""
     w = Workload(QWEN25["Qwen/Qwen2.5-0.5B"], QWEN_TOKENS, 2, 4000, shared=3800, episodes=4, scored_rows=4)
     memory = Memory(micro_batch_tokens=4600, loss_chunk=64)
     copies = 4 * 3800 * 2 * (14 * 64) * 2  # keys and values of four rows, for each of 14 heads
