@@ -87,8 +87,8 @@ class RLTrainer:
     def _learn(self, number: int, sampled: Round, watch: Stopwatch) -> dict[str, float]:
         """Takes the optimizer steps of a round and returns their metrics.
 
-        Takes no step and returns no metrics if there is no episode to learn from: if all rewards are missing, or if all
-        groups lack variance (after the refill, if there is one).
+        Takes no step and returns no metrics if there is no episode to learn from: if all rewards are missing, or if,
+        with --refill-limit or --learn answer, all groups lack variance.
         """
         rollouts = sampled.rollouts(self.config.rl.failed_below)
         if not rollouts:

@@ -2,10 +2,10 @@
 
 Some settings add to that: off-policy episodes (`rl_guidance`), expansions, and refills.
 
-The episodes of one question are a group, and advantages compare them. The *signal* of an episode is the number that
-tells whether there is something to learn from this comparison (`EpisodeReward.signal`: the reward of the answer, or
-the total if the run has no reward for answers). A group has *variance* if its signals differ. A *refill* samples
-further groups in place of those without variance. An *expansion* is a second end for a failed episode.
+The episodes of one question are a group, and advantages compare them. Each episode has a *signal*: the reward of its
+answer, or the total if the run has no reward for answers (`EpisodeReward.signal`). A group whose signals differ has
+*variance*: only from such a group is there something to learn. A *refill* samples further groups in place of those
+without variance. An *expansion* is a second end for a failed episode.
 """
 
 from collections.abc import Callable

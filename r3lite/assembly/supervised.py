@@ -85,8 +85,9 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            # If memory runs out, `run_within_memory` drops the gradients and calls `add_gradients` again with smaller
-            # memory figures. "update" is the phase: passes over whole rows, in contrast to "sample".
+            # `policy.grant` (core/grant.py) has the sizes of passes. If memory runs out, it reduces those of the phase
+            # that is named here, "update" (passes over whole rows; the other phase is "sample"), drops the gradients,
+            # and calls `add_gradients` again.
             rank_loss_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device, so that `rank_loss_parts` can be read
         loss_parts = sum_by_name(self.ranks.gather(rank_loss_parts))
@@ -101,9 +102,9 @@ class SFTTrainer:
     def rehearse(self) -> None:
         """Tries out whether memory suffices for a step of the run's longest rows, and drops the gradients.
 
-        Memory figures that had to be reduced stay reduced. One process tries only the micro-batch with the most tokens;
-        of several ranks each tries all of its micro-batches. A later micro-batch of shorter rows may have more tokens,
-        but never more than the memory plan expects.
+        Sizes of passes that had to be reduced stay reduced. One process tries only the largest micro-batch of these
+        rows; of several ranks each tries all of its micro-batches. Micro-batches of shorter rows may be larger, but are
+        within `micro_batch_tokens`, which the memory plan covers.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
@@ -120,9 +121,9 @@ class SFTTrainer:
 
         This rank runs only its share of them.
 
-        Returns, by source, what this rank's rows of the source contribute to the mean loss, which is the sum of these
-        parts over all sources and ranks. The parts are copied from a GPU without waiting: read them only after
-        `state.update`, the only place where a step waits for the device.
+        Returns, by source, the sum of the losses of this rank's rows of the source, divided by the loss tokens of all
+        `rows`. Added over sources and ranks, these parts are the mean loss. They are copied from a GPU without waiting:
+        read them only after `state.update`, the only place where a step waits for the device.
         """
         loss_tokens = sum(row.loss_tokens for row in rows)
         micro_batches = self.micro_batches(rows)

@@ -78,8 +78,8 @@ def _filled(sub_question: str, earlier_hops: Sequence[Hop]) -> str:
 def plan_of(question: Question) -> SearchPlan:
     """Returns the hops as nodes A, B, ...
 
-    In later sub-questions `{A}` replaces `#1`. It also replaces the answer of hop 1 itself, unless the question has
-    this answer. An edge leads from a node to each node whose query refers to it.
+    In later sub-questions `{A}` replaces `#1`. It also replaces the answer of hop 1 itself, unless this answer
+    stands in the question. An edge leads from a node to each node whose query refers to it.
     """
     nodes = []
     edges = []
@@ -180,7 +180,7 @@ def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> t
     """
     if not protocol.verifies:
         return tuple(steps)
-    # Such as `[2] Silent Harbour shows`, by the index of a gold paragraph: names the first document that is or has it.
+    # By the index of a gold paragraph: `[2] Silent Harbour shows`, if document 2 is the first that is or contains it.
     citations: dict[int, str] = {}
     for step in steps:
         for number, document in enumerate(step.documents, 1):
@@ -246,7 +246,7 @@ def compared(question: Question) -> str | None:
     """Returns a sentence that compares the two facts of a comparison; None for other questions.
 
     The facts are the answers of the two hops that no further hop uses. If the question asks whether they are the same,
-    the sentence is `India and Italian are not the same.`, or `They are not the same.` if the facts are sentences. If
+    the sentence is `India and Italy are not the same.`, or `They are not the same.` if the facts are sentences. If
     they are two dates, one of which is earlier, it is `The Prairie King (June 9, 1956) is before Confessions of an
     Opium Eater (October 26, 1993).`
     """
@@ -259,7 +259,7 @@ def compared(question: Question) -> str | None:
         return None
     answer = normalize(question.answers[0])
     facts = [question.hops[hop].answer for hop in last_hops]
-    if answer in ("yes", "no") and "same" in question.text.split():
+    if answer in ("yes", "no") and re.search(r"\bsame\b", question.text):
         verdict = "not the same"
         if answer == "yes":
             verdict = "the same"

@@ -27,7 +27,7 @@ CHUNKS_AND_TILES = (
 )
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # values of --max-length that a remedy may propose
 REMEDIES = 3  # the most remedies that an error lists
-# Settings with remedies of their own. The remedy that takes back all other settings of the user keeps these.
+# One remedy leaves the user's settings to the plan, but for these two: each has a remedy of its own.
 KEPT_BY_REMEDIES = ("nf4", "stream_layers")
 
 
@@ -56,8 +56,8 @@ def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
     rollouts = options("rollout_batch_size", useful_rollouts)
     for quantized in options("nf4", [False, True]):
         base = Memory(nf4=quantized, loss_chunk=logprobs.CHUNK, mlp_tile=1024, offload=False)
-        # Recomputing all layers costs a third of a step, more than any change after it. Small passes cost little: with
-        # only some layers recomputed, larger ones are not tried.
+        # Recomputing all layers costs a third of a step, more than any of the other savings. Where only some layers are
+        # recomputed, only the smallest passes are tried: recomputing fewer layers gains more than larger passes.
         for recomputed in options("recompute_layers", recomputed_counts):
             tried_passes = pass_sizes if recomputed in (0, layers) else [smallest_pass]
             for episodes in rollouts:
@@ -142,7 +142,7 @@ def _remedies(
         helpful.append("--stream-layers")
     loosened = [name for name in fixed if name not in KEPT_BY_REMEDIES]
     if loosened and _fits(w, _without(fixed, loosened), budget):
-        planned = {"offload": "auto"}  # the value by which the plan chooses a setting; for other settings `none`
+        planned = {"offload": "auto"}  # the value that leaves a setting to the plan; for all other settings `none`
         helpful.append(" ".join(f"{flag(name)} {planned.get(name, 'none')}" for name in loosened))
     for tokens in LENGTHS:
         if tokens < w.row_tokens and _fits(_shorter(w, tokens), fixed, budget):

@@ -77,6 +77,10 @@ class Markup:
         """Returns the tags that have an end in a text."""
         return {tag for tag, _ in self._meanings_in(text)}
 
+    def opens(self, tag: Tag, text: str) -> bool:
+        """Returns whether a text opens a tag at least once."""
+        return (tag, True) in self._meanings_in(text)
+
     def is_open(self, tag: Tag, text: str) -> bool:
         """Returns whether a text opens a tag more often than it closes the tag."""
         meanings = self._meanings_in(text)

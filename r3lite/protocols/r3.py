@@ -29,7 +29,7 @@ from r3lite.settings import ProtocolSettings
 FAULTS = {
     "no_step_heading": "does not open with `Step k:`",
     "wrong_step_number": "opens with the wrong number",
-    "no_analysis": "has no problem analysis under its heading, or a blank one",
+    "no_analysis": "has no problem analysis under its heading, or a blank one, or text before it",
     "repeated_heading": "writes a heading twice",
     "query_and_queries": "has both a query and a list of queries",
     "unnumbered_query": "does not number its queries from 1, one a line",
@@ -220,8 +220,8 @@ class R3(Protocol):
         for heading, section in zip(written_headings, texts):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
-        # Text between `Step k:` and the first heading is the fault "no_analysis", even if an analysis with its heading
-        # follows; it does not become the analysis. Without `Step k:` the only fault of such text is "no_step_heading".
+        # Text before the first heading is ignored. After `Step k:` it counts as the fault "no_analysis", even if an
+        # analysis with its heading follows; without `Step k:` the only fault is "no_step_heading".
         has_headless_analysis = step_number is not None and preamble.strip()
         faults = faults_if(
             no_step_heading=step_number is None,

@@ -9,8 +9,9 @@ and is stopped there; the documents follow as `<information>...</information>`, 
 
     <start_working_out> the working-out <end_working_out><SOLUTION> the answer </SOLUTION>
 
-With --search-graph, the text in <search> is a plan (plan.py), as in R-Search (arXiv 2506.08352). Its edges only order
-the queries: all are searched at once. In a step, `analysis` is the thought, followed by the plan as written.
+With --search-graph, the text in <search> is a plan (plan.py), as in R-Search (arXiv 2506.08352). Its edges decide only
+in which order the queries are listed: no query waits for the documents of another one. In a step, `analysis` is the
+thought, followed by the plan as written.
 """
 
 import re
@@ -51,7 +52,8 @@ TAG_NAME = re.compile(r"</?[A-Za-z][A-Za-z0-9_-]*>")
 class Tags(Protocol):
     """Reading and rendering of steps in tags.
 
-    `parse(render(step, k), earlier)` equals `step` without its documents, for every well-formed step.
+    `parse(render(step, k), earlier)` equals `step` without its documents, for every well-formed step without a
+    verification: with `graph` if its analysis ends with its plan, else if it has at most one search, without a kind.
 
     Without `search` and `information` a step can only answer. Lenient reading takes tags in any letter case; the next
     tag or the end of the turn also closes a block, and the faults in FORGIVEN do not count.
@@ -157,12 +159,15 @@ class Tags(Protocol):
         ends = [reply.index(stop) + len(stop) for stop in self.stop_strings if stop in reply]
         return reply[: min(ends, default=len(reply))]
 
+    def begins_answer(self, text: str) -> bool:
+        return self.markup.opens(self.answer, text)
+
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
         """Reads a turn; its faults are named in the step.
 
         A step with faults nevertheless has the query of its one closed search block, or the answer of its one closed
-        answer block, so that an episode can continue and be rewarded for what is right in it. With both kinds of blocks
-        it has neither query nor answer; with two blocks of a kind, not that one.
+        answer block, so that an episode can continue and be rewarded for what is right in it. With two search
+        blocks it has no query, with two answer blocks no answer, and with both kinds of blocks neither.
         """
         blocks, faults = self.markup.read(text)
         thoughts = [block for block in blocks if block.tag == self.think]
@@ -277,7 +282,7 @@ def load_tags(settings: ProtocolSettings) -> Tags:
 def _check_information(information: Tag) -> None:
     """Raises R3LiteError unless the ends of the tag around documents are tags that the format does not have.
 
-    Also raises it if only the opening end differs from the default.
+    Also raises it if only one of the two ends is the default.
     """
     format_tags = Markup((THINK, SEARCH, ANSWER), any_case=True)
     ends = {"--information-open": information.opening, "--information-close": information.closing}
@@ -288,7 +293,7 @@ def _check_information(information: Tag) -> None:
                 "Pass a tag such as <context>, other than think, search, answer.",
                 code="tag-invalid",
             )
-    if information.opening != INFORMATION.opening and information.closing == INFORMATION.closing:
+    if (information.opening == INFORMATION.opening) != (information.closing == INFORMATION.closing):
         cause = f"--information-open is {information.opening}, but --information-close is {information.closing}"
         raise R3LiteError(cause, "Pass both, such as <context> and </context>.", code="tags-differ")
 

@@ -113,7 +113,7 @@ def score(
     if None in step_rewards_by_name.values():
         return None
     by_step = [0.0] * len(episode.steps)
-    # Another order of addition than that of `rewards_of` would change the last bits of the sums.
+    # Keep the order of `rewards_of`: sums in another order differ in the last bits.
     for step_rewards in step_rewards_by_name.values():
         by_step = [total + reward for total, reward in zip(by_step, step_rewards, strict=True)]
     totals = {name: sum(step_rewards) for name, step_rewards in step_rewards_by_name.items()}

@@ -100,7 +100,7 @@ class Guard:
         """Checks a round by its metrics and, after a validation, by the F1 of each question; returns an alarm or None.
 
         There is an alarm when a limit has been crossed as often in a row as the settings say. The same limit raises
-        another alarm only after a round that did not cross it.
+        another alarm only after a round that did not cross it, or after a rollback.
         """
         numbers = watched(record)
         self.rounds += 1

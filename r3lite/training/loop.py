@@ -88,8 +88,8 @@ def train(
             if record_of_step_0 is not None:
                 log.write(record_of_step_0)
                 log.sync()
-                # A rollback may need this checkpoint. `run.save` would write nothing, since it skips `run.saved_step`,
-                # which is 0 at the start.
+                # A rollback may need this checkpoint. `run.save` would not write it: it writes nothing for the step
+                # `run.saved_step`, and both are 0 here.
                 run.write(state, 0)
                 oversight.end_step(0)
                 span_log.write(0)
@@ -151,7 +151,7 @@ def _say_how_to_go_on(run: RunFolder, error: BaseException) -> None:
     if run.saved_step and not isinstance(error, Collapse):
         print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt | Terminated):
-        print(f"\nno step was finished; begin again with: {run.resume_command}", file=sys.stderr)
+        print(f"\nno checkpoint was written; begin again with: {run.resume_command}", file=sys.stderr)
 
 
 def _open_log(run: RunFolder, done: int, total: int, device: torch.device) -> metrics.MetricsLog | metrics.NoLog:

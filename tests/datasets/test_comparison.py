@@ -65,6 +65,8 @@ def test_only_comparisons_are_compared():
 def test_whether_two_facts_are_the_same():
     text = "Are the directors of Alva and Berta of the same country?"
     assert asked("India", "Italian", "no", text) == "India and Italian are not the same."
+    ends_with_same = "Are the nationalities of both directors the same?"
+    assert asked("India", "Italian", "no", ends_with_same) == "India and Italian are not the same."
     assert asked("American", "U.S.", "yes", text) == "American and U.S. are the same."
     # The facts of HotpotQA are whole sentences: one was made of two, with stops in it.
     facts = ("Ann is an American singer.", "Bob was a British painter.")

@@ -209,6 +209,8 @@ def test_a_turn_that_ran_out_of_room_is_finished_by_an_answer(name):
     assert given == f"{protocol.think.closing}\n{protocol.answer.opening}"
     assert protocol.parse(f"{begun}{given} Oslo {protocol.answer.closing}", []) == Step("a lot", answer="Oslo")
     assert protocol.heading_after_cut_off(f"{begun}{given} Os", []) is None
+    in_other_case = f"{begun}{given.swapcase()} Os"  # which strict reading takes for text of the thought
+    assert (protocol.heading_after_cut_off(in_other_case, []) is None) == protocol.lenient
 
 
 def test_documents_are_numbered_one_a_line_inside_their_tags():
@@ -254,6 +256,8 @@ def test_what_is_no_tag_of_its_own_is_refused(end):
 def test_one_end_alone_of_the_tags_around_documents_is_refused():
     with raises(R3LiteError, "tags-differ", "<context>"):
         load(format="tags", information_open="<context>")
+    with raises(R3LiteError, "tags-differ", "</context>"):
+        load(format="tags", information_close="</context>")
 
 
 GRAPH = load(format="tags", search_graph=True, information_open="<r>", information_close="</r>")

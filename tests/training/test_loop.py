@@ -331,7 +331,7 @@ def test_interrupted_in_its_first_step_a_run_has_nothing_to_save_and_says_how_to
         run(toy, output=str(tmp_path))
     assert checkpoint.folders_by_step(tmp_path) == {}
     command = f"python -m r3lite.sft --config {tmp_path / 'config.toml'} --resume auto"
-    assert f"no step was finished; begin again with: {command}\n" in capsys.readouterr().err
+    assert f"no checkpoint was written; begin again with: {command}\n" in capsys.readouterr().err
     assert run(Toy(), output=str(tmp_path), resume="auto")  # a fresh start
     assert "has all of its" not in capsys.readouterr().err
     assert run(Toy(), output=str(tmp_path), resume="auto")

@@ -24,8 +24,8 @@ MAX_ERROR = 0.2  # the bound of e_t in that section
 class KlMultiplier:
     """What --kl-beta is multiplied by: an adaptive factor, and a scale that the collapse guard sets.
 
-    Without a target KL the factor stays 1. With a target it is adapted after each round (arXiv 1909.08593, section
-    2.2), and checkpoints have it:
+    Without a target KL the factor stays 1. With a target it is kept in checkpoints, and adapted after each round
+    (arXiv 1909.08593, section 2.2) by:
 
         e = clip((KL - target) / target, -0.2, 0.2),    factor <- factor (1 + 0.1 e)
 
@@ -63,7 +63,7 @@ class Algorithm:
     """
 
     has_critic: ClassVar[bool] = False  # trains a value head with `value_loss`
-    has_groups: ClassVar[bool] = False  # compares the episodes of a question, which are therefore kept together
+    has_groups: ClassVar[bool] = False  # compares the episodes of a question, which therefore stay neighbours
     has_teacher: ClassVar[bool] = False  # learns by `guided_loss` from failed episodes
     has_episode_ratios: ClassVar[bool] = False  # `log_ratios` needs `actions.episode_log_ratios`
     has_traces: ClassVar[bool] = False  # a teacher's traces join the groups of their questions
