@@ -282,7 +282,8 @@ def load_tags(settings: ProtocolSettings) -> Tags:
 def _check_information(information: Tag) -> None:
     """Raises R3LiteError unless the ends of the tag around documents are tags that the format does not have.
 
-    Also raises it if only one of the two ends is the default.
+    Also raises it if only the opening end was changed: its closing end was then probably forgotten. The closing end
+    alone may be any tag, such as <end>.
     """
     format_tags = Markup((THINK, SEARCH, ANSWER), any_case=True)
     ends = {"--information-open": information.opening, "--information-close": information.closing}
@@ -293,7 +294,7 @@ def _check_information(information: Tag) -> None:
                 "Pass a tag such as <context>, other than think, search, answer.",
                 code="tag-invalid",
             )
-    if (information.opening == INFORMATION.opening) != (information.closing == INFORMATION.closing):
+    if information.opening != INFORMATION.opening and information.closing == INFORMATION.closing:
         cause = f"--information-open is {information.opening}, but --information-close is {information.closing}"
         raise R3LiteError(cause, "Pass both, such as <context> and </context>.", code="tags-differ")
 

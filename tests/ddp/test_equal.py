@@ -7,8 +7,9 @@ import json
 
 import pytest
 
+from r3lite.core import run_files
 from r3lite.core.files import shipped
-from r3lite.training.metrics import FILE, read
+from r3lite.training.metrics import read
 from tests.ddp.conftest import differences, rl, sft
 
 WEIGHTS, METRICS = 1e-6, 1e-5
@@ -60,7 +61,7 @@ def test_processes_learn_what_one_learns(processes, alone, toy, tmp_path, name, 
     if name != "sft":
         assert episodes(alone(name)) == episodes(tmp_path / "run")
     if name == "dapo":
-        assert max(record["refill/attempts"] for record in read(tmp_path / "run" / FILE)) > 0
+        assert max(record["refill/attempts"] for record in read(tmp_path / "run" / run_files.METRICS)) > 0
 
 
 @pytest.mark.parametrize(
