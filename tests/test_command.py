@@ -157,6 +157,10 @@ def test_a_mistyped_input_is_told_before_the_work_with_the_nearest_name(tmp_path
     assert "--adapters runs/lr=1e-5: no such run" in capsys.readouterr().err
     assert run(lambda config: None, "--data", "trian.jsonl", "--dry-run") == 0
     assert "missing: --data trian.jsonl: no such file (did you mean train.jsonl?)\n" in capsys.readouterr().out
+    collect = command.Command("collect", CONFIGS["collect"][0], lambda config: None)
+    assert collect(["--data", "train.jsonl", "--exclude", "hotpotqa,validation"]) == 1
+    told = capsys.readouterr().err
+    assert "--exclude validation: no such file" in told and 'exclude = ["hotpotqa,validation"]' in told
 
 
 def test_a_folder_of_runs_or_of_something_else_is_no_adapter(tmp_path, capsys, monkeypatch):

@@ -195,7 +195,7 @@ def test_a_drive_is_not_taken_for_something_else(tmp_path, monkeypatch):
         resolve_folder("D:\\models")
     settings = RetrievalSettings(source_index=("News=C:\\news-index",))
     settings.check()
-    assert settings.of_sources["News"].index == "C:\\news-index" and not settings.is_remote
+    assert settings.by_kind["News"].index == "C:\\news-index" and not settings.is_remote
     given = ["--data", "C:\\data\\new\\t.jsonl", "--output", "C:\\runs\\a b", "--adapter", "\\\\server\\x"]
     config = resolve("sft", SftConfig(), given)
     write_text("config.toml", to_toml(config, "sft"))

@@ -9,7 +9,7 @@ from r3lite.core.episode import Question
 from r3lite.core.files import write_json, write_jsonl, write_text
 from r3lite.core.invocation import with_values
 from r3lite.settings import PpoConfig
-from r3lite.training.earlier_run import QUESTIONS, demonstrated, question_hash
+from r3lite.training.earlier_run import QUESTIONS_FILE, demonstrated, question_hash
 from tests.test_ppo_guard import run, world  # noqa: F401
 
 TEXTS = [f"Where is {i}?" for i in range(12)]
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
         write_text(tmp_path / name / "config.toml", table)
         (tmp_path / name / "adapter").mkdir()
         if texts is not None:
-            write_json(tmp_path / name / QUESTIONS, {"hashes": sorted(map(question_hash, texts))})
+            write_json(tmp_path / name / QUESTIONS_FILE, {"hashes": sorted(map(question_hash, texts))})
         return name
 
     return write
@@ -71,7 +71,7 @@ def test_what_earlier_runs_of_an_adapter_have_learned_counts(folder, capsys):
 def test_an_adapter_whose_questions_are_not_known_is_not_warned_of(folder, capsys, content):
     name = folder("sft", None)
     if content is not None:
-        write_text(f"{name}/{QUESTIONS}", content)
+        write_text(f"{name}/{QUESTIONS_FILE}", content)
     assert told(capsys, ASKED, adapter=name) == told(capsys, ASKED, adapter="elsewhere/adapter") == ""
 
 
@@ -96,7 +96,7 @@ def test_what_exclude_leaves_is_warned_of_if_collect_rejected_it(tmp_path, capsy
 
 def test_ppo_says_it_before_it_begins(world, tmp_path, capsys):  # noqa: F811
     shutil.copytree(world / "sft", tmp_path / "sft")
-    write_json(tmp_path / "sft" / QUESTIONS, {"hashes": sorted(map(question_hash, TEXTS))})
+    write_json(tmp_path / "sft" / QUESTIONS_FILE, {"hashes": sorted(map(question_hash, TEXTS))})
     adapter = str(tmp_path / "sft")
     assert run(world, tmp_path / "run", "--adapter", adapter, "--max-steps", "1", validated=False) == 0
     assert f"warning: {adapter} has learned demonstrations of 12 of the 12 questions" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 import pytest
 
 from r3lite.assembly.policy import warn_of_short_sft
-from r3lite.assembly.rl_setup import limits_of, outcome_of, warn_of_little_sft, warn_of_no_reward
+from r3lite.assembly.rl_setup import ending_of, limits_of, warn_of_little_sft, warn_of_no_reward
 from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import with_values
 from r3lite.protocols.registry import build_protocol
@@ -73,7 +73,7 @@ def test_few_groups_that_mix_right_and_wrong_are_told_once(capsys):
     assert said.count("\n") == 1
     assert told(capsys, few, some) == told(capsys, unknown, unknown) == ""  # a mean of one in eight is enough
     assert told(capsys, few, few, algorithm="ppo") == told(capsys, few, few, outcome_em=0.0) == ""
-    assert outcome_of(with_values(PpoConfig(), {"algorithm": "grpo"}), [{"step": 1, "reward": 0.1} | few]) == "done"
+    assert ending_of(with_values(PpoConfig(), {"algorithm": "grpo"}), [{"step": 1, "reward": 0.1} | few]) == "done"
 
 
 @pytest.mark.parametrize("records", [(SOME, NONE), (NONE, SOME), (SOME, EQUAL), ({}, {})])
@@ -90,20 +90,20 @@ def test_a_run_whose_rounds_all_earned_nothing_is_not_done():
     """33 rounds of zero reward ended with "done"."""
     config, before = with_values(PpoConfig(), {"algorithm": "grpo"}), {"step": 0, "eval/f1": 0.0}
     none, some = ({"step": 1, "reward": 0.1} | record for record in (NONE, SOME))
-    said = outcome_of(config, [before, *[none] * 33])
+    said = ending_of(config, [before, *[none] * 33])
     assert (
         "done" not in said and "gave no training signal" in said and "no answer in all 33 rounds was rewarded" in said
     )
-    assert outcome_of(config, [before, *[none] * 32, some]) == outcome_of(config, [before]) == "done"
+    assert ending_of(config, [before, *[none] * 32, some]) == ending_of(config, [before]) == "done"
 
 
 def test_a_run_of_answers_whose_contexts_were_all_left_out_is_not_done():
     """It ended with "done": a round of such contexts trains on nothing, and has no frac_reward_zero_std."""
     config = with_values(PpoConfig(), {"algorithm": "grpo", "learn": "answer"})
     right = {"reward": 1.0, "rewards/outcome/mean": 1.0}
-    said = outcome_of(config, [{"step": 1, **right, "contexts/zero_std": 1.0}])
+    said = ending_of(config, [{"step": 1, **right, "contexts/zero_std": 1.0}])
     assert "the answers of each group are all rewarded alike" in said
-    assert outcome_of(config, [{"step": 1, **right, "contexts/zero_std": 0.75, "frac_reward_zero_std": 0.0}]) == "done"
+    assert ending_of(config, [{"step": 1, **right, "contexts/zero_std": 0.75, "frac_reward_zero_std": 0.0}]) == "done"
 
 
 def test_an_episode_without_searches_has_two_turns_at_most():

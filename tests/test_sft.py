@@ -25,7 +25,7 @@ from r3lite.protocols.r3 import R3
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
-from r3lite.training.earlier_run import QUESTIONS, demonstrated, question_hash
+from r3lite.training.earlier_run import QUESTIONS_FILE, demonstrated, question_hash
 from tests.errors import shows
 
 TEMPLATE = (
@@ -112,13 +112,13 @@ def test_a_run_keeps_hashes_of_the_questions_that_it_trains_on(toy, tmp_path):
     assert sft.main([*toy, *arguments, "--stop-after", "1"]) == 0
     settings = {"data": str(tmp_path / "rows.jsonl"), "validation_fraction": 0.2}
     _, trained, held_out = read_data(with_values(sft.SftConfig(), settings))
-    text = (output / QUESTIONS).read_text()
+    text = (output / QUESTIONS_FILE).read_text()
     assert json.loads(text) == {"hashes": sorted(question_hash(r.question) for r in trained[""] if hasattr(r, "steps"))}
     assert held_out[""] and len(demonstrated(output)) < 10 and "Where" not in text
     write_jsonl(tmp_path / "talks.jsonl", [{"id": str(i), "messages": talk} for i in range(4)])
     talks = [*toy, *SHORT, "--data", str(tmp_path / "talks.jsonl"), "--max-steps", "1"]
     assert sft.main([*talks, "--output", str(tmp_path / "talks")]) == 0
-    assert not (tmp_path / "talks" / QUESTIONS).exists()
+    assert not (tmp_path / "talks" / QUESTIONS_FILE).exists()
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])

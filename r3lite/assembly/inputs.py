@@ -94,7 +94,7 @@ def of_retrieval(settings: RetrievalSettings) -> dict[str, str]:
     if settings.retriever != "none":
         fingerprints |= _of_place("the passages of --corpus", settings.corpus)
         fingerprints |= _of_place("the passages of --index", settings.index)
-        for name, source_settings in settings.of_sources.items():
+        for name, source_settings in settings.by_kind.items():
             fingerprints |= _of_place(f"the passages of --source-index {name}", source_settings.index)
         fingerprints |= of_model("the model of --encoder", settings.encoder)
         fingerprints |= of_model("the model of --rerank", settings.rerank)

@@ -138,10 +138,10 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
         with closing(trainer.round_sampler.engine):
             completed = loop.train(run, trainer, oversight=oversight, spans=trainer.spans)
         if completed and ranks.first:
-            outcome = rl_setup.outcome_of(config, metrics.read(run.output / run_files.METRICS))
+            ending = rl_setup.ending_of(config, metrics.read(run.output / run_files.METRICS))
             adapter = run.output / "adapter"
             answers = f"answers: {trainer.episodes_file}{missing_verdicts_note(trainer.round_sampler.judge)}"
-            print(f"{outcome}: {adapter}{oversight.note()}; {answers}")
+            print(f"{ending}: {adapter}{oversight.note()}; {answers}")
 
 
 def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTrainer, Validation | None]:

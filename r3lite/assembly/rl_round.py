@@ -4,8 +4,8 @@ Some settings add to that: off-policy episodes (`rl_guidance`), expansions, and 
 
 The episodes of one question are a group, and advantages compare them. Each episode has a *signal*: the reward of its
 answer, or the total if the run has no reward for answers (`EpisodeReward.signal`). A group whose signals differ has
-*variance*: only from such a group is there something to learn. A *refill* samples further groups in place of those
-without variance. An *expansion* is a second end for a failed episode.
+*variance*: only such a group teaches which of its answers are better. A *refill* samples further groups in place of
+those without variance. An *expansion* is a second end for an episode whose answer is wrong.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class Round:
         return [by_group[group] for group in sorted(by_group)]
 
     def near_misses(self) -> list[NearMiss]:
-        """Returns the failed episodes with a step that retrieved a gold paragraph which no earlier step had."""
+        """Returns the wrong episodes with a step that retrieved a gold paragraph which no earlier step had."""
         near_misses = []
         for i, reward in enumerate(self.rewards):
             new_gold = self.sequences[i].episode().new_gold()

@@ -258,7 +258,7 @@ def warn_of_no_reward(config: PpoConfig, rounds: Sequence[Numbers]) -> None:
         tqdm.write(f"warning: {message} (episodes.jsonl)", file=sys.stderr)
 
 
-def outcome_of(config: PpoConfig, records: Sequence[dict]) -> str:
+def ending_of(config: PpoConfig, records: Sequence[dict]) -> str:
     """Returns the words before the adapter's folder in the last message of a run, from the records of all rounds.
 
     They are "done", or the reason why there was nothing to learn from.

@@ -32,7 +32,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rl.losses import sum_by_name
 from r3lite.settings import LengthSettings, SftConfig
 from r3lite.training import loop
-from r3lite.training.earlier_run import FEWEST_STEPS, QUESTIONS, question_hash
+from r3lite.training.earlier_run import FEWEST_STEPS, QUESTIONS_FILE, question_hash
 from r3lite.training.metrics import means_by_source, with_perplexity
 from r3lite.training.run_folder import RunFolder
 
@@ -79,7 +79,7 @@ class SFTTrainer:
             count=len(self.rows),
             per_step=rows_per_step,
             seed=self.config.common.seed,
-            last=self.row_limit,
+            row_limit=self.row_limit,
             mixture=self.mixture,
         )
         rows = [self.rows[i] for i in indices]
@@ -103,8 +103,8 @@ class SFTTrainer:
         """Tries out whether memory suffices for a step of the run's longest rows, and drops the gradients.
 
         Sizes of passes that had to be reduced stay reduced. One process tries only the largest micro-batch of these
-        rows; of several ranks each tries all of its micro-batches. Micro-batches of shorter rows may be larger, but are
-        within `micro_batch_tokens`, which the memory plan covers.
+        rows; of several ranks each tries all of its micro-batches, since `add_gradients` divides the rows among them.
+        Micro-batches of shorter rows may be larger, but are within `micro_batch_tokens`, which the memory plan covers.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
@@ -250,7 +250,8 @@ def train(config: SftConfig, ranks: Ranks) -> None:
         torch.manual_seed(config.common.seed)  # seeds dropout; all other random draws have their own streams
         hashes = hashes_of_questions(examples_by_source)
         if hashes:
-            run.notes[QUESTIONS] = {"hashes": hashes}  # a JSON file that is written when the run begins
+            # RL reads this file, and warns if its questions are those of the demonstrations.
+            run.further_files[QUESTIONS_FILE] = {"hashes": hashes}
         trainer = build_trainer(
             config,
             protocols=protocols,

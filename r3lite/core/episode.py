@@ -59,8 +59,8 @@ def metadata_of(record: Record) -> tuple[tuple[str, str | float | bool], ...]:
 class Hop:
     """Holds one sub-question of a gold decomposition, which splits a multi-hop question into single-hop ones."""
 
-    # Some data sets have a name to look up here instead of a question. "#1" in the text stands for the answer of the
-    # first hop, "#2" for the answer of the second.
+    # In some data sets this is no question, but the name of something to look up. "#1" in it stands for the answer of
+    # the first hop, "#2" for the answer of the second.
     question: str
     answer: str
     document: Document | None = None
@@ -232,8 +232,8 @@ class Episode:
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    # How the episode ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING. None: it goes on. An episode that no engine has
-    # sampled, such as a trajectory read from a file, has the default, whatever its end.
+    # How the episode ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING. None: it goes on. Only the engine sets this. A
+    # trajectory that was read from a file has CUT_OFF however it ended, and nothing reads it there.
     finish: str | None = CUT_OFF
     tokens_written: int | None = None  # number of tokens that the model wrote; None: not known, as for a trajectory
     failure: str | None = None  # why the retriever failed at a query; the episode must not be scored. None: no failure

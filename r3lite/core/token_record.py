@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True)
 class TokenRecord:
-    """T tokens. N of them are actions, which a model wrote; the others are prompts, documents and headings."""
+    """T tokens. N of them are actions, which a model wrote.
+
+    The others are of prompts, of documents, and of the heading that the layout writes before a forced answer.
+    """
 
     tokens: list[int] = field(default_factory=list)  # [T]
     action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token

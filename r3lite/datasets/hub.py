@@ -13,7 +13,7 @@ from typing import Any
 
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import similar_path
-from r3lite.settings.data import NAME_DATA
+from r3lite.settings.data import DATA_REMEDY
 
 KINDS = (".jsonl", ".json", ".parquet")  # in order of preference: parquet needs an extra
 TIMEOUT = 10.0  # seconds for the hub's answer to a listing
@@ -46,7 +46,7 @@ def files_of(data: str) -> list[Path]:
         )
         remedy += "python -m r3lite.collect --source documents."
         raise R3LiteError(f"--data {data} is a folder", remedy, code="data-is-folder")
-    raise R3LiteError(f"--data {data}: no such file{similar_path(data)}", NAME_DATA, code="data-absent")
+    raise R3LiteError(f"--data {data}: no such file{similar_path(data)}", DATA_REMEDY, code="data-absent")
 
 
 def hub_string(data: str) -> tuple[str, str, str] | None:

@@ -96,17 +96,17 @@ def rows_of_step(
     count: int,
     per_step: int,
     seed: int,
-    last: int | None,
+    row_limit: int | None,
     mixture: Mixture | None = None,
 ) -> list[int]:
     """Returns the indices of the rows of step 1, 2, ..., drawn in passes over all `count` rows or from a mixture.
 
-    `last` is the number of draws of the whole run, after which a step has no more rows; None: it has no end.
+    `row_limit` is the number of draws of the whole run, after which a step has no more rows; None: it has no end.
     """
     start = (step - 1) * per_step
     stop = step * per_step
-    if last is not None:
-        stop = min(stop, last)
+    if row_limit is not None:
+        stop = min(stop, row_limit)
     draws = mixture or Passes(count, f"{seed}/sft/")
     return draws.rows(start, stop)
 

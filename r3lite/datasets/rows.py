@@ -17,7 +17,7 @@ from r3lite.core.files import open_regular, read_jsonl, read_text
 from r3lite.core.records import InvalidRecord, Record, Source, end_of, parse, parse_at
 from r3lite.core.tables import TABLES, rows_of_file
 from r3lite.datasets import hub
-from r3lite.settings.data import NAME_DATA
+from r3lite.settings.data import DATA_REMEDY
 
 if TYPE_CHECKING:
     import pyarrow
@@ -75,7 +75,7 @@ def converted_rows(
     if is_empty and not bad:
         if Path(data).suffix.lower() in TABLES:
             remedy = ROWS_OF_TABLE
-        raise R3LiteError(f"{data} is empty: it has no row", remedy or NAME_DATA, code="no-rows")
+        raise R3LiteError(f"{data} is empty: it has no row", remedy or DATA_REMEDY, code="no-rows")
     if needed and not converted:
         raise R3LiteError(f"{data} has no usable {needed}", remedy, code="no-usable-rows")
     return converted
@@ -86,7 +86,7 @@ def file_rows(path: Path, on_bad: Callable[[InvalidRecord], None]) -> Iterator[R
 
     A syntax error in an array raises in any case: nothing after it can be read.
     """
-    with open_regular(path, NAME_DATA) as file:
+    with open_regular(path, DATA_REMEDY) as file:
         head = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n")  # without UTF-8's byte order mark and white space
     suffix = path.suffix.lower()
     if head.startswith(b"PAR1"):

@@ -268,7 +268,8 @@ class Layout:
             documents = [search.documents for search in step.searches]
             transcript.add_step(self.observations.cut(step, documents, document_tokens))
             if step.answer is None:
-                transcript.observe(self.observations.of_documents(transcript, transcript.steps))
+                observation = self.observations.of_documents(transcript, transcript.steps)
+                transcript.observe(observation)
         return transcript
 
     def _force_answer(self, transcript: Transcript, step: Step, fault: str) -> None:

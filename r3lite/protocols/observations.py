@@ -71,7 +71,8 @@ class Observations:
     def of_documents(self, transcript: Transcript, steps: Sequence[Step]) -> list[int]:
         """Returns the tokens of the documents of the last of `steps`, in the protocol's wording.
 
-        If the transcript is empty, they include the beginning of the chat.
+        `steps` are the transcript's, or others to try out whether their documents fit. If the transcript is empty, the
+        tokens include the beginning of the chat.
         """
         question = transcript.question
         observation = self.protocol.observation(self.protocol.quoted(question.text), steps)

@@ -220,8 +220,8 @@ class R3(Protocol):
         for heading, section in zip(written_headings, texts):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
-        # Text before the first heading is ignored. After `Step k:` it counts as the fault "no_analysis", even if an
-        # analysis with its heading follows; without `Step k:` the only fault is "no_step_heading".
+        # Text before the first heading is never part of the analysis. After `Step k:` it is the fault "no_analysis",
+        # even if an analysis with its heading follows. Without `Step k:` it adds no fault to "no_step_heading".
         has_headless_analysis = step_number is not None and preamble.strip()
         faults = faults_if(
             no_step_heading=step_number is None,

@@ -26,7 +26,8 @@ def retrieve_nothing(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
 
 
 # Functions that build a retriever from the setup and the number of documents per query, by the value of --retriever.
-# With --context question, `setup.own_places` confines each search to the paragraphs that came with its question.
+# With --context question, `setup.own_places` confines each search to the paragraphs that came with its question. The
+# functions that get no `own_places` here take it from the setup.
 # Web services and URLs (of a retrieval server or a Qdrant collection) have no entry: `_build_one` imports the functions
 # that build their retrievers.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
@@ -44,7 +45,7 @@ def build_retriever(setup: Setup) -> Retrieve:
     Encoders and rerankers that are loaded here run on the CPU.
     """
     settings = setup.settings
-    settings_by_kind = settings.of_sources  # for each kind of source that --source-index names
+    settings_by_kind = settings.by_kind  # for each kind of source that --source-index names
     if settings.is_web:
         from r3lite.retrieval import web
 

@@ -27,8 +27,8 @@ class EpisodeReward:
     `by_step` has one number per step, the reward at the step's end. `parts` has two kinds of numbers by name:
     - Weighted parts: what one reward function gave, summed over the steps. They add up to the total. Their names are
       `format`, `process`, `outcome`, `search` if searches are rewarded, and the names in --rewards.
-    - Scores, which are only logged: `em`, `f1`, `recall` (None if the question has no gold paragraphs) and, with a
-      judge, `judge` (1 if the judge calls the answer right).
+    - Scores, which add nothing to the reward: `em`, `f1`, `recall` (None if the question has no gold paragraphs) and,
+      with a judge, `judge` (1 if the judge calls the answer right). `right` reads `judge` or else `em`.
 
     `answer_reward` is the reward of the answer alone: the sum of `outcome` and of those of --rewards that reward the
     answer. It is None if the run has no reward for answers.

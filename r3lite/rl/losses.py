@@ -182,9 +182,10 @@ def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float
     `log_ratios` has a tensor [2, N] for each mini-batch of the first epoch. Row 0 is the current log-probability minus
     the one that the sampler recorded. Row 1 is the log of the ratio that the algorithm clips. The metrics are:
 
-    - sampling_logp_difference (TRL's name): mean and maximum of |row 0| in the first mini-batch. It is learned from
-      before the first optimizer step, with the weights of the sampler, so the differences are only rounding. (With
-      --max-staleness 1 the sampler may have had the weights of the previous round: then they may be larger.)
+    - sampling_logp_difference (TRL's name): mean and maximum of |row 0| in the first mini-batch. Its losses are
+      computed before the first optimizer step, when the weights are still those of the sampler, so the differences are
+      only rounding. (With --max-staleness 1 the sampler may have had the weights of the previous round: then they may
+      be larger.)
     - outside_clip_first_epoch: the share of the epoch's tokens whose ratio is outside the clip range, whatever their
       advantages.
 

@@ -102,12 +102,12 @@ class Acceptance:
 
 
 @dataclass
-class Agreement:
-    """How far the drafts of a pass agreed with the sampled tokens."""
+class SamplingResult:
+    """What came of a pass: how far drafts agreed with sampled tokens, and which sequences did not fail."""
 
     examined: list[int]  # for each row: the drafted tokens that were compared with sampled ones, over all its sequences
     accepted: list[int]  # for each row: those of them that were equal to the sampled ones
-    finite: list[Sequence]  # the sequences of all rows, without those that failed because logits were not finite
+    surviving: list[Sequence]  # the sequences of all rows, without those that failed because logits were not finite
 
 
 class Drafter:
@@ -169,9 +169,9 @@ class Drafter:
             return [[] for _ in rows]
         return drafts
 
-    def record(self, agreement: Agreement) -> None:
+    def record(self, result: SamplingResult) -> None:
         """Adds the examined and accepted tokens of the drafts that `propose` returned last to the counts."""
-        counts_of_rows = zip(self.match_lengths, agreement.examined, agreement.accepted, strict=True)
+        counts_of_rows = zip(self.match_lengths, result.examined, result.accepted, strict=True)
         for length, examined, accepted in counts_of_rows:
             acceptance = self.acceptances[length]
             acceptance.examined += examined
@@ -261,7 +261,7 @@ def append_sampled(
     sample: Callable[[SamplingBatch], list[SampledToken]],
     append: Callable[[Sequence, SampledToken], bool],
     turn_is_over: Callable[[Sequence], bool],
-) -> Agreement:
+) -> SamplingResult:
     """Samples after a pass, and appends tokens to each row's sequences: one, or with a draft perhaps several.
 
     The pass has run the last token of the first row and its draft, then those of the next row, and so on. Sampled
@@ -272,7 +272,7 @@ def append_sampled(
     for batch in sampling_batches(rows, drafts):
         for sequence, depth, token in zip(batch.sequences, batch.depths, sample(batch), strict=True):
             sampled[id(sequence), depth] = token
-    agreement = Agreement(examined=[0] * len(rows), accepted=[0] * len(rows), finite=[])
+    result = SamplingResult(examined=[0] * len(rows), accepted=[0] * len(rows), surviving=[])
     for row, (members, draft) in enumerate(zip(rows, drafts, strict=True)):
         for sequence in members:
             is_finite = True
@@ -280,15 +280,15 @@ def append_sampled(
                 is_finite = append(sequence, sampled[id(sequence), depth])
                 if not is_finite or depth == len(draft):
                     break
-                agreement.examined[row] += 1
+                result.examined[row] += 1
                 if sequence.tokens[-1] != draft[depth]:
                     break
-                agreement.accepted[row] += 1
+                result.accepted[row] += 1
                 if turn_is_over(sequence):
                     break
             if is_finite:
-                agreement.finite.append(sequence)
-    return agreement
+                result.surviving.append(sequence)
+    return result
 
 
 def worthwhile(

@@ -255,7 +255,7 @@ class Engine:
             return []
         drafts, hidden = self._run(rows, decoder)
         logits = self._logits(hidden)
-        agreement = append_sampled(
+        result = append_sampled(
             rows,
             drafts,
             sample=partial(self._sampled_tokens, hidden, logits),
@@ -263,10 +263,10 @@ class Engine:
             turn_is_over=lambda sequence: self.layout_of(sequence).turn_is_over(sequence),
         )
         if any(drafts):
-            decoder.drafter.record(agreement)
+            decoder.drafter.record(result)
         # Sequences that share a row may have got different tokens, and rejected drafts are still in the cache.
         scheduler.split()
-        return agreement.finite
+        return result.surviving
 
     def _run(self, rows: list[list[Sequence]], decoder: Decoder) -> tuple[list[list[int]], Tensor]:
         """Runs the last token of each row and a draft of its next tokens; returns the drafts and hidden states [N, C].

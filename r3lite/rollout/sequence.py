@@ -45,9 +45,9 @@ class Sequence(Transcript):
 
     @property
     def tokens_left(self) -> float:
-        """How many more tokens the sequence may write. The layout limits every sequence in addition.
+        """How many more tokens the sequence may write, besides the limits of the layout.
 
-        Infinite here; `lanes.Visitor` overrides it.
+        Only a request to the server has such a limit (`lanes.Visitor`): in training it is infinite.
         """
         return math.inf
 

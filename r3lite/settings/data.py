@@ -14,7 +14,7 @@ from r3lite.settings.protocol import FORMATS
 TYPES = ("qa", "chat", "coding", "function_calling", "r1")  # of sources
 KEYS = ("file", "weight", "name", "type", "format")
 DATA_SETS = ("hotpotqa", "2wiki", "musique")  # short names of data sets on the hub
-NAME_DATA = f"Pass a file; {', '.join(DATA_SETS)} with ,train or ,validation; or name,subset,split of a hub data set."
+DATA_REMEDY = f"Pass a file; {', '.join(DATA_SETS)} with ,train or ,validation; or name,subset,split of a hub data set."
 
 
 def names_data_set(text: str) -> bool:
@@ -22,7 +22,12 @@ def names_data_set(text: str) -> bool:
     return text.partition(",")[0].strip() in DATA_SETS or text.count(",") == 2
 
 
-DATA_FILE = InputPath(remedy=NAME_DATA, is_name=names_data_set)
+DATA_FILE = InputPath(remedy=DATA_REMEDY, is_name=names_data_set)
+# On the command line a comma ends a file of the list, so that a data set with its split can only stand in a TOML file.
+EXCLUDED_FILES = InputPath(
+    remedy='Pass files; a data set with its split only works in a TOML file, as exclude = ["hotpotqa,validation"].',
+    is_name=names_data_set,
+)
 
 
 class DataSettings(Section):
@@ -53,7 +58,7 @@ class QuestionSettings(DataSettings):
 class NewQuestionSettings(QuestionSettings):
     """Data."""
 
-    exclude: Annotated[tuple[str, ...] | None, DATA_FILE] = None
+    exclude: Annotated[tuple[str, ...] | None, EXCLUDED_FILES] = None
     """comma-separated files whose questions are left out, matched by id and by text: those to evaluate on, and those
     that the adapter was trained on, whose answers it may have memorized"""
 
@@ -110,7 +115,8 @@ class SourceEntry(Weighted):
         weight = self["weight"]
         if type(weight) not in (int, float) or not 0 < weight <= MOST:
             raise UsageError(
-                f"the source {name} has the weight {weight!r}; it must be a number above 0", code="source-weight"
+                f"the source {name} has the weight {weight!r}; it must be above 0 and at most {MOST:g}",
+                code="source-weight",
             )
         for key, choices in (("type", TYPES), ("format", FORMATS)):
             if key not in self:

@@ -91,7 +91,7 @@ class RetrievalSettings(EncoderSettings):
         Needs(
             "web_results web_rpm web_cache web_replay",
             "web search: exa or duckduckgo",
-            lambda s: s.is_web or any(settings.is_web for settings in s.of_sources.values()),
+            lambda s: s.is_web or any(settings.is_web for settings in s.by_kind.values()),
         ),
         Needs("query_cache_mib", "--query-cache", lambda s: s.query_cache),
     )
@@ -167,7 +167,7 @@ class RetrievalSettings(EncoderSettings):
         return collection_server(self.retriever) is not None
 
     @property
-    def of_sources(self) -> "dict[str, RetrievalSettings]":
+    def by_kind(self) -> "dict[str, RetrievalSettings]":
         """Returns the settings of the retriever of each kind of source that --source-index names."""
         by_source: dict[str, RetrievalSettings] = {}
         for source, place in map(name_and_path, self.source_index or ()):
@@ -201,9 +201,9 @@ class RetrievalSettings(EncoderSettings):
                     f"--source-index {entry}: write it as News=FOLDER; kinds are {', '.join(SOURCES)}",
                     code="source-index-form",
                 )
-        if len(self.of_sources) < len(entries):
+        if len(self.by_kind) < len(entries):
             raise UsageError("--source-index has a kind of source twice", code="source-index-twice")
-        for settings in self.of_sources.values():
+        for settings in self.by_kind.values():
             settings.check()
 
     def _check_retriever(self) -> None:

@@ -13,7 +13,7 @@ from r3lite.core.files import load_toml, read_record
 from r3lite.core.inherited import MODEL, run_and_step, settings_of
 from r3lite.training import metrics
 
-QUESTIONS = "questions.json"  # in the folder of a run of SFT: hashes of the questions of its demonstrations
+QUESTIONS_FILE = "questions.json"  # in the folder of a run of SFT: hashes of the questions of its demonstrations
 # Optimizer steps. After twice as many, SmolLM2-135M followed the format in 85 to 90 % of its steps, and that is the
 # shortest SFT whose effect was measured (bench/results/own-documents.json).
 FEWEST_STEPS = 30
@@ -68,7 +68,7 @@ def demonstrated(adapter: str | Path) -> set[str]:
     while run not in visited:
         visited.add(run)
         with contextlib.suppress(R3LiteError):
-            hashes.update(read_record(run / QUESTIONS, "").texts("hashes"))
+            hashes.update(read_record(run / QUESTIONS_FILE, "").texts("hashes"))
         earlier = settings_of(adapter).get("adapter")
         if isinstance(earlier, str) and earlier != "none":
             adapter = earlier

@@ -88,8 +88,8 @@ def train(
             if record_of_step_0 is not None:
                 log.write(record_of_step_0)
                 log.sync()
-                # A rollback may need this checkpoint. `run.save` would not write it: it writes nothing for the step
-                # `run.saved_step`, and both are 0 here.
+                # A rollback may need this checkpoint. `run.save(state, 0)` would skip it: `run.saved_step`, the step of
+                # the newest checkpoint, is 0 before the first one.
                 run.write(state, 0)
                 oversight.end_step(0)
                 span_log.write(0)

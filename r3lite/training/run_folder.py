@@ -90,7 +90,7 @@ class RunFolder:
         self.saved_step = 0  # the step of the newest checkpoint in this folder; 0 if there is none
         self.best: int | None = None  # the step of the best checkpoint, which is never pruned
         self.base: str | None = None  # fingerprint of the base model; `restore_or_start` sets it
-        self.notes: dict[str, Any] = {}  # content of further JSON files, by name; written when the run begins
+        self.further_files: dict[str, Any] = {}  # content of further JSON files, by name; written when the run begins
         self._lock = contextlib.ExitStack()
         origin = ranks.from_first(lambda: self._open(default))
         self.output = origin.output
@@ -207,7 +207,7 @@ class RunFolder:
         # The config with which `--resume auto` goes on: it names this folder, but not how this process was started.
         config = with_values(self.config, {"output": str(self.output), "resume": None, "stop_after": None})
         write_text(self.output / run_files.CONFIG, to_toml(config, self.command))
-        for name, value in self.notes.items():
+        for name, value in self.further_files.items():
             write_json(self.output / name, value)
         for name, records in logs.items():
             write_jsonl(self.output / name, records)

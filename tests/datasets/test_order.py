@@ -11,13 +11,13 @@ from r3lite.datasets.trajectories import Trajectory
 
 
 def test_every_epoch_reads_every_row_once_and_the_last_step_may_be_smaller():
-    steps = [rows_of_step(step, 7, 4, seed=0, last=14) for step in range(1, 5)]
+    steps = [rows_of_step(step, 7, 4, seed=0, row_limit=14) for step in range(1, 5)]
     assert [len(s) for s in steps] == [4, 4, 4, 2]
     flat = [i for step in steps for i in step]
     assert sorted(flat[:7]) == sorted(flat[7:]) == list(range(7))
     assert flat[:7] != flat[7:]
-    assert flat[:7] != rows_of_step(1, 7, 7, seed=1, last=None)
-    assert Counter(rows_of_step(1, 3, 9, seed=0, last=None)) == {0: 3, 1: 3, 2: 3}  # a step of several epochs
+    assert flat[:7] != rows_of_step(1, 7, 7, seed=1, row_limit=None)
+    assert Counter(rows_of_step(1, 3, 9, seed=0, row_limit=None)) == {0: 3, 1: 3, 2: 3}  # a step of several epochs
 
 
 def test_rounds_draw_every_question_once_an_epoch_and_need_no_memory():

@@ -143,7 +143,7 @@ def test_sources_without_an_encoder_are_no_reason_to_refuse_it_and_all_others_sh
     settings = RetrievalSettings(query_cache="q", source_index=("News=http://host/retrieve", "Academic=i"))
     settings.check()
     setup = Setup(replace(settings, query_cache=str(tmp_path / "q")), [])
-    theirs = replace(setup, settings=settings.of_sources["Academic"], default=setup)
+    theirs = replace(setup, settings=settings.by_kind["Academic"], default=setup)
     assert theirs.query_cache is setup.query_cache is not None
 
 

@@ -102,7 +102,7 @@ def test_sources_that_contradict_are_refused(given, said):
 def test_sources_have_retrievers_of_their_own():
     settings = RetrievalSettings(source_index=("News=x", "Academic=http://host/retrieve"))
     settings.check()
-    own = settings.of_sources
+    own = settings.by_kind
     assert (own["News"].index, own["News"].retriever) == ("x", "semantic")
     assert (own["Academic"].index, own["Academic"].retriever) == (None, "http://host/retrieve")
 

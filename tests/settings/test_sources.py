@@ -68,7 +68,8 @@ def test_the_command_line_names_files_with_weights():
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("weight = 0", "the source rows has the weight 0; it must be a number above 0"),
+        ("weight = 0", "the source rows has the weight 0; it must be above 0 and at most 1e+09"),
+        ("weight = 2000000000", "the source rows has the weight 2000000000; it must be above 0 and at most 1e+09"),
         ("weight = -1.5", "the source rows has the weight -1.5"),
         ("weight = nan", "the source rows has the weight nan"),
         ("weight = true", "the source rows has the weight True"),

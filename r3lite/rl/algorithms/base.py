@@ -101,7 +101,10 @@ class Algorithm:
 
     @property
     def max_off_policy(self) -> int:
-        """The largest number of off-policy episodes in a round: one trace and one replayed success per question."""
+        """The largest number of off-policy episodes in a round.
+
+        One trace for each question of --trace-share, and one replayed success for each question of --replay-share.
+        """
         settings = self.settings
         traces = settings.question_count(settings.trace_share) if self.has_traces else 0
         replayed = settings.question_count(settings.replay_share) if self.has_replay else 0
