@@ -1,15 +1,15 @@
-"""Algorithms of reinforcement learning, compared on the sample world at equal numbers of generated tokens.
+"""Compares the algorithms of reinforcement learning on the sample world, at equal numbers of generated tokens.
 
     python -m bench.algorithms                      # all algorithms, seeds 0, 1 and 2; hours of one core
     python -m bench.algorithms --only ppo grpo --seeds 0 --tokens 50000
     python -m bench.algorithms --only grpo-mild --variant "grpo-mild=--algorithm grpo --kl-beta 0.01"
 
-For each seed: the quickstart's index, hasty trajectories and SFT adapter, once; then each variant learns from that
-adapter, with a constant rate after the warm-up, up to the end of a round at about --tokens generated tokens, and
-answers the test questions. luffy and hybrid get flawless trajectories of all training questions as traces,
-dgpo a teacher: an adapter that learned from 300 of them. What is finished under --work is not done again, and a run
-that was killed goes on, so the same command resumes. Finished runs are added to bench/results/algorithms.json, and none
-is replaced; bench/algorithms_page.py says what the page tells.
+For each seed, the quickstart's index, hasty trajectories and SFT adapter are made once. Each variant then starts from
+this adapter. It learns with a constant rate after the warm-up, ends after a whole round at about --tokens generated
+tokens, and answers the test questions. luffy and hybrid get flawless trajectories of all training questions as traces.
+dgpo gets a teacher: an adapter that learned from 300 of these trajectories. The same command resumes after a kill: it
+continues the unfinished run and repeats no finished one under --work. Finished runs are added to
+bench/results/algorithms.json; none is replaced. bench/algorithms_page.py makes the page.
 """
 
 import argparse
@@ -31,22 +31,25 @@ from r3lite.devices.precision import Precision, resolve_dtype
 from r3lite.rl.algorithms import ALGORITHMS
 
 TOKENS = 100_000
-MANY_ROUNDS = 1000  # more than any budget takes
+MANY_ROUNDS = 1000  # --max-steps: more rounds than any token budget takes
 WARMUP_ROUNDS = 1
+STEP_SHARE = 0.6  # share of the estimated missing rounds that one start of ppo runs
 VARIANTS = {name: ["--algorithm", name] for name in ALGORITHMS}
 
 
 class Seed:
-    """The runs of one seed, under one folder."""
+    """The runs of one seed, in the folder WORK/SEED."""
 
     def __init__(self, work: Path, seed: int, precision: str):
-        self.folder, self.seed, self.world = work / str(seed), seed, shipped("data", "world")
+        self.folder = work / str(seed)
+        self.seed = seed
+        self.world = shipped("data", "world")
         self.common = ["--preset", "tiny", "--seed", str(seed)]
         self.shared = [*self.common, "--dtype", precision]
         self.search = ["--index", str(self.folder / "index")]
 
     def begin(self) -> None:
-        """Makes what all variants begin with, unless it is there."""
+        """Makes the index, hasty trajectories and SFT adapter that all variants start from, if they are missing."""
         index = self.folder / "index"
         if not index.exists():
             run("index", [*self.common, "--corpus", str(self.world / "corpus.jsonl"), "--output", str(index)])
@@ -54,7 +57,7 @@ class Seed:
         self.taught("sft", ["--data", str(hasty)])
 
     def collected(self, name: str, flags: list[str]) -> Path:
-        """Trajectories of the training questions, made unless they are there."""
+        """Returns the file of trajectories `name`; collects them from the training questions if the file is missing."""
         output = self.folder / f"{name}.jsonl"
         if not output.exists():
             data = ["--data", str(self.world / "train.jsonl"), *self.search]
@@ -62,15 +65,16 @@ class Seed:
         return output
 
     def taught(self, name: str, flags: list[str]) -> Path:
-        """An adapter that SFT made, unless it is there."""
+        """Returns the output folder of the SFT run `name`; runs it if it is not complete."""
         output = self.folder / name
         if not (output / run_files.SUMMARY).exists():
             run("sft", [*self.shared, *flags, "--output", str(output), "--resume", "auto"])
         return output
 
     def guides(self, flags: list[str]) -> list[str]:
-        """The flags of the teacher or of the traces that a variant's algorithm needs."""
-        algorithm = ALGORITHMS[flags[flags.index("--algorithm") + 1] if "--algorithm" in flags else "ppo"]
+        """Returns the flags of the traces or of the teacher, if the algorithm of a variant's `flags` needs one."""
+        name = flags[flags.index("--algorithm") + 1] if "--algorithm" in flags else "ppo"
+        algorithm = ALGORITHMS[name]
         if algorithm.has_traces:
             return ["--traces", str(self.collected("flawless", []))]
         if algorithm.has_teacher:
@@ -80,24 +84,25 @@ class Seed:
         return []
 
     def sft_scores(self) -> dict:
+        """Returns the scores of the SFT adapter on the test questions."""
         return self.evaluate(self.folder / "sft" / "adapter", self.folder / "sft-scores")
 
     def evaluate(self, adapter: Path, output: Path) -> dict:
-        """The scores of an adapter on the test questions, with each question's exact match and F1."""
+        """Returns the mean scores of an adapter on the test questions, and the exact match and F1 of each question."""
         if not (output / run_files.SCORES).exists():
             arguments = [*self.shared, "--data", str(self.world / "test.jsonl"), *self.search]
             run("evaluate", [*arguments, "--adapter", str(adapter), "--output", str(output)])
-        found = json.loads((output / run_files.SCORES).read_text(encoding="utf-8"))
+        scores = json.loads((output / run_files.SCORES).read_text(encoding="utf-8"))
         answers = [row.values for row in read_jsonl(output / run_files.PREDICTIONS)]
         metrics = ("em", "f1", "format_adherence", "retrieval_recall", "mean_searches")
-        return {name: round(found[name]["value"], 4) for name in metrics} | {
+        return {name: round(scores[name]["value"], 4) for name in metrics} | {
             "each_em": "".join(str(int(row["em"])) for row in answers),
             "each_f1": [round(row["f1"], 4) for row in answers],
         }
 
     def learn(self, name: str, flags: list[str], budget: int) -> dict:
-        """One variant, trained until it has generated `budget` tokens, and its scores."""
-        output = self.folder / f"{name}-{budget}"  # another budget is another run, maybe of a later commit
+        """Trains a variant until it has generated about `budget` tokens; returns the run's size and its scores."""
+        output = self.folder / f"{name}-{budget}"  # a run with another budget starts anew, maybe with a later commit
         arguments = [
             *self.shared,
             *flags,
@@ -111,30 +116,45 @@ class Seed:
         arguments += ["--data", str(self.world / "train.jsonl"), "--output", str(output)]
         arguments += ["--learning-rate-schedule", "constant", "--max-steps", str(MANY_ROUNDS)]
         arguments += ["--warmup", str(WARMUP_ROUNDS / MANY_ROUNDS), "--keep-checkpoints", "1"]
-        while (missing := budget - (made := generated(output))[-1]) > (mean := made[-1] / max(1, len(made) - 1)) / 2:
-            # Far fewer rounds than it will take, as episodes become longer; then one by one.
-            run("ppo", [*arguments, "--stop-after", str(max(1, int(0.6 * missing / mean)) if mean else 1)])
+        totals = generated_tokens(output)
+        while budget - totals[-1] > _mean_per_round(totals) / 2:  # a round more comes nearer to the budget
+            rounds = 1
+            if mean := _mean_per_round(totals):
+                # Fewer rounds than the estimate, because episodes become longer in training; at the end one by one.
+                rounds = max(1, int(STEP_SHARE * (budget - totals[-1]) / mean))
+            run("ppo", [*arguments, "--stop-after", str(rounds)])
+            totals = generated_tokens(output)
         rows = [row.values for row in read_jsonl(output / run_files.METRICS)]
-        told = {
-            "tokens": made[-1],
-            "rounds": len(made) - 1,
-            "minutes": round(sum(r["step_time"] for r in rows) / 60, 2),
+        size = {
+            "tokens": totals[-1],
+            "rounds": len(totals) - 1,
+            "minutes": round(sum(row.get("step_time", 0.0) for row in rows) / 60, 2),
         }
-        adapter = output / f"checkpoint-{told['rounds']}" / "adapter"  # the run is stopped, not complete
-        return told | self.evaluate(adapter, output.with_name(output.name + "-scores"))
+        # The run is stopped and not complete, so its adapter is in the last checkpoint only.
+        adapter = output / f"checkpoint-{size['rounds']}" / "adapter"
+        return size | self.evaluate(adapter, output.with_name(output.name + "-scores"))
 
 
-def generated(output: Path) -> list[int]:
-    """How many tokens the model had generated before the first round, and after each one."""
-    path, made = output / run_files.METRICS, [0]
+def generated_tokens(output: Path) -> list[int]:
+    """Returns the running total of generated tokens: 0 before the first round, then the total after each round."""
+    path = output / run_files.METRICS
+    totals = [0]
     for row in read_jsonl(path) if path.exists() else ():
-        new = row.values["completions/total_tokens"] + row.values.get("expand/new_tokens", 0)
-        made.append(made[-1] + new)
-    return made
+        if row.values["step"] == 0:  # a validation before the first round
+            continue
+        # A round that failed and was taken back has no metrics.
+        new = row.values.get("completions/total_tokens", 0) + row.values.get("expand/new_tokens", 0)
+        totals.append(totals[-1] + new)
+    return totals
+
+
+def _mean_per_round(totals: list[int]) -> float:
+    """Returns the mean number of tokens of a round from their running total; 0 before the first round."""
+    return totals[-1] / max(1, len(totals) - 1)
 
 
 def run(command: str, arguments: list[str]) -> None:
-    """Runs one command as a user would, and shows it."""
+    """Prints one r3lite command and runs it in a process of its own; raises CalledProcessError if it fails."""
     print(f"$ python -m r3lite.{command} {shlex.join(arguments)}", flush=True)
     subprocess.run([sys.executable, "-m", f"r3lite.{command}", *arguments], check=True)
 
@@ -153,24 +173,28 @@ def main() -> None:
     flags = parser.parse_args()
     cpu = torch.device("cpu")
     precision = Precision(resolve_dtype(flags.dtype, cpu), cpu)
-    told = records.provenance(precision)
+    provenance = records.provenance(precision)
     variants = VARIANTS | {name: shlex.split(text) for name, _, text in (v.partition("=") for v in flags.variant)}
-    page, path = flags.results / "algorithms.md", flags.results / "algorithms.json"
+    page = flags.results / "algorithms.md"
+    path = flags.results / "algorithms.json"
     for seed in flags.seeds:
-        world = Seed(flags.work, seed, told["precision"])
+        world = Seed(flags.work, seed, provenance["precision"])
         world.begin()
         for name in flags.only or variants:
             about = {"section": name, "seed": seed, "budget": flags.tokens, "flags": shlex.join(variants[name])}
-            about |= told | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-            if any(same_run(about, known) for known in records.read(path)):
+            about |= provenance | {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            if any(same_run(about, finished) for finished in records.read(path)):
                 continue
-            found = world.learn(name, variants[name], flags.tokens)
-            runs = records.add(path, about | {"sft": world.sft_scores(), "rl": found})
+            result = world.learn(name, variants[name], flags.tokens)
+            runs = records.add(path, about | {"sft": world.sft_scores(), "rl": result})
             write_text(page, algorithms_page.page(runs))
 
 
 def same_run(a: dict, b: dict) -> bool:
-    """Whether two runs do the same work; a run is not measured anew because a later commit is checked out."""
+    """Returns whether two runs do the same work.
+
+    The commit does not count: a finished run is not repeated because a later commit is checked out.
+    """
     return all(a[key] == b[key] for key in ("section", "seed", "budget", "flags", "precision"))
 
 

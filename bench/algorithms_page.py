@@ -1,4 +1,4 @@
-"""What the page of bench.algorithms tells: scores of each algorithm over the seeds, and gains over SFT and PPO."""
+"""The page of bench.algorithms: the scores of each algorithm over the seeds, and its gains over SFT and PPO."""
 
 import statistics
 from collections.abc import Sequence
@@ -9,7 +9,8 @@ from bench.records import table
 from r3lite.evaluation.comparisons import RESAMPLES
 from r3lite.evaluation.intervals import interval, resampled_sums
 
-BASE = "ppo"
+BASE = "ppo"  # the variant that all others are compared with
+MIN_SEEDS = 2  # a verdict needs results of so many seeds
 SCORES = {"f1": "F1", "format_adherence": "format", "retrieval_recall": "recall", "mean_searches": "searches"}
 ABOUT = """`python -m bench.algorithms`: the tiny model on the sample world's 300 test questions, greedy, with real
 retrieval. Each run starts from its seed's SFT adapter of hasty trajectories, with the tiny preset's settings and what
@@ -21,68 +22,81 @@ interval."""
 
 
 def page(runs: Sequence[dict]) -> str:
-    """All runs, by budget and precision: only those are compared."""
+    """Returns the page, with a section for each token budget and precision: only runs equal in both are compared."""
     parts = ["# Algorithms on the sample world", ABOUT]
     for budget, precision in dict.fromkeys((run["budget"], run["precision"]) for run in runs):
-        some = [run for run in runs if (run["budget"], run["precision"]) == (budget, precision)]
-        parts += [f"## {budget:,} generated tokens, {precision}", summary(some), verdict(some), table(each(some))]
+        section_runs = [run for run in runs if (run["budget"], run["precision"]) == (budget, precision)]
+        parts += [f"## {budget:,} generated tokens, {precision}", summary(section_runs)]
+        parts += [verdict(section_runs), table(run_rows(section_runs))]
     return "\n\n".join(parts) + "\n"
 
 
-def of_variants(runs: Sequence[dict]) -> dict[str, dict[int, dict]]:
-    """By variant and seed."""
+def by_variant(runs: Sequence[dict]) -> dict[str, dict[int, dict]]:
+    """Returns the runs by the name of their variant, then by seed."""
     return {
         name: {r["seed"]: r for r in runs if r["section"] == name} for name in dict.fromkeys(r["section"] for r in runs)
     }
 
 
 def summary(runs: Sequence[dict]) -> str:
-    by_name = of_variants(runs)
-    first = {run["seed"]: run["sft"] for run in runs}
-    rows = [{"algorithm": "SFT only"} | scores(first)]
+    """Returns the table with a row for SFT and for each variant: scores over the seeds, and gains."""
+    by_name = by_variant(runs)
+    sft = {run["seed"]: run["sft"] for run in runs}
+    rows = [{"algorithm": "SFT only"} | scores(sft)]
     for name, by_seed in by_name.items():
-        found = {seed: run["rl"] for seed, run in by_seed.items()}
-        row = {"algorithm": f"`{name}`"} | scores(found)
-        row |= {"tokens": mean_of(found, "tokens", 0), "minutes": mean_of(found, "minutes", 1)}
-        row["EM over SFT"] = gain(found, first)
+        results = {seed: run["rl"] for seed, run in by_seed.items()}
+        row = {"algorithm": f"`{name}`"} | scores(results)
+        row |= {"tokens": mean_of(results, "tokens", 0), "minutes": mean_of(results, "minutes", 1)}
+        row["EM over SFT"] = gain(results, sft)
         if name != BASE and (base := {seed: run["rl"] for seed, run in by_name.get(BASE, {}).items()}):
-            row["EM over PPO"] = gain(found, base)
-            row["F1 over PPO"] = gain(found, base, "each_f1")
+            row["EM over PPO"] = gain(results, base)
+            row["F1 over PPO"] = gain(results, base, "each_f1")
         rows.append(row)
     return table(rows)
 
 
-def scores(found: dict[int, dict]) -> dict:
-    """Exact match of each seed and in the mean; the means of the others."""
-    row = {"EM of seeds": " / ".join(f"{found[seed]['em']:.3f}" for seed in sorted(found))}
-    row["EM"] = mean_of(found, "em")
-    return row | {title: mean_of(found, name) for name, title in SCORES.items()}
+def scores(results: dict[int, dict]) -> dict:
+    """Returns cells: exact match of each seed, and the means over the seeds of it and of the other scores.
+
+    `results` has the scores of one variant by seed.
+    """
+    row = {"EM of seeds": " / ".join(f"{results[seed]['em']:.3f}" for seed in sorted(results))}
+    row["EM"] = mean_of(results, "em")
+    return row | {title: mean_of(results, name) for name, title in SCORES.items()}
 
 
-def mean_of(found: dict[int, dict], name: str, places: int = 3) -> str:
-    return f"{statistics.fmean(run[name] for run in found.values()):,.{places}f}"
+def mean_of(results: dict[int, dict], name: str, places: int = 3) -> str:
+    """Returns the mean of a figure over the seeds, with so many decimal places."""
+    return f"{statistics.fmean(run[name] for run in results.values()):,.{places}f}"
 
 
-def difference(found: dict[int, dict], base: dict[int, dict], name: str = "each_em") -> tuple[float, float, float]:
-    """The mean difference over the questions of the seeds that both have, and its interval."""
-    both = sorted(found.keys() & base.keys())
-    a, b = (np.array([[float(x) for x in runs[seed][name]] for seed in both]) for runs in (found, base))
-    of_questions = (a - b).mean(0)  # a question is drawn with its answers of all seeds, which are not independent
-    means = resampled_sums(of_questions[None, :, None], 0, RESAMPLES)[:, 0, 0] / len(of_questions)
-    spread = interval(means)
-    return spread["value"], spread["low"], spread["high"]
+def difference(results: dict[int, dict], base: dict[int, dict], name: str = "each_em") -> tuple[float, float, float]:
+    """Returns the mean of `results` - `base` over the questions, and the lower and upper end of its 95 % interval.
+
+    Only seeds that both have count. `name` is the score of each question: each_em or each_f1.
+    """
+    seeds = sorted(results.keys() & base.keys())
+    ours, theirs = (
+        np.array([[float(score) for score in runs[seed][name]] for seed in seeds]) for runs in (results, base)
+    )  # [seeds, questions]
+    # The answers of the seeds to one question are not independent, so a question is resampled with all of them.
+    by_question = (ours - theirs).mean(0)
+    means = resampled_sums(by_question[None, :, None], 0, RESAMPLES)[:, 0, 0] / len(by_question)
+    bounds = interval(means)
+    return bounds["value"], bounds["low"], bounds["high"]
 
 
-def gain(found: dict[int, dict], base: dict[int, dict], name: str = "each_em") -> str:
-    if not found.keys() & base.keys():
+def gain(results: dict[int, dict], base: dict[int, dict], name: str = "each_em") -> str:
+    """Returns a cell with `difference` and its interval; empty if no seed is common to both."""
+    if not results.keys() & base.keys():
         return ""
-    value, low, high = difference(found, base, name)
+    value, low, high = difference(results, base, name)
     return f"{value:+.3f} ({low:+.3f} to {high:+.3f})"
 
 
 def verdict(runs: Sequence[dict]) -> str:
-    """Which algorithms are better or worse than PPO: beyond the interval, and with every seed."""
-    by_name = of_variants(runs)
+    """Returns a sentence on the algorithms that are better than PPO, and one on those that are worse (see `beats`)."""
+    by_name = by_variant(runs)
     base = {seed: run["rl"] for seed, run in by_name.pop(BASE, {}).items()}
     parts = []
     for better in (True, False):
@@ -96,17 +110,21 @@ def verdict(runs: Sequence[dict]) -> str:
 
 
 def beats(by_seed: dict[int, dict], base: dict[int, dict], better: bool) -> bool:
+    """Returns whether a variant's exact match is higher than that of `base`, or lower if `better` is False.
+
+    It must differ with every common seed, of which there must be MIN_SEEDS, and the interval must leave out 0.
+    """
     sign = 1 if better else -1
-    found = {seed: run["rl"] for seed, run in by_seed.items()}
-    both = found.keys() & base.keys()
-    if len(both) < 2 or any(sign * (found[seed]["em"] - base[seed]["em"]) <= 0 for seed in both):
+    results = {seed: run["rl"] for seed, run in by_seed.items()}
+    seeds = results.keys() & base.keys()
+    if len(seeds) < MIN_SEEDS or any(sign * (results[seed]["em"] - base[seed]["em"]) <= 0 for seed in seeds):
         return False
-    _, low, high = difference(found, base)
+    _, low, high = difference(results, base)
     return low > 0 if better else high < 0
 
 
-def each(runs: Sequence[dict]) -> list[dict]:
-    """A row for every run."""
+def run_rows(runs: Sequence[dict]) -> list[dict]:
+    """Returns the rows of the second table: one for every run."""
     return [
         {"algorithm": f"`{r['section']}`", "seed": r["seed"], "EM": r["rl"]["em"]}
         | {title: r["rl"][name] for name, title in SCORES.items()}

@@ -1,8 +1,9 @@
-"""What a card does in each layer and outside the layers, and how long cards of the table would take for it.
+"""Splits the counted work of a card into a layer's share and the share outside the layers, and predicts its time.
 
-A layer's share is what a model of two layers costs more than one of one; what is left of that one is outside. The
-first layer makes no gradient of its input: what it saves in training is subtracted from what is outside, so that
-outside + n x layer is right for a model of n layers.
+The work is counted for a model of one layer and for a model of two. A layer's share is the difference of the two
+counts; the count of the first model less a layer's share is the share outside. So outside + n x layer is right for a
+model of n layers, also in training: there the first layer computes no gradient of its input, and the share outside is
+smaller by what that saves.
 """
 
 import tempfile
@@ -20,57 +21,68 @@ from r3lite.devices.cards import CARDS, Speeds
 from r3lite.devices.precision import Precision
 from r3lite.models.causal_lm import ModelConfig
 
-ROOM = 64 * GIB  # of the simulated card: nothing here is about what fits
+MEMORY = 64 * GIB  # of the simulated card; more than any work needs, because only work is counted
 PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm")  # operators that multiply matrices
 
 
 @dataclass(frozen=True)
 class Split:
-    """What a card does for one piece of work."""
+    """The counts of one piece of work."""
 
-    layer: Counts
-    outside: Counts
+    layer: Counts  # of each layer
+    outside: Counts  # of all else: embedding, last norm, head, loss, optimizer, sampling
 
 
 def split(
     work: Callable[[SimulatedCuda, str, Precision], Done], shape: ModelConfig, tokens: int, dtype: torch.dtype
 ) -> dict[Work, Split]:
-    """What each piece of work costs a model of this shape, whose tokenizer has so many tokens."""
-    one, two = (_done(work, replace(shape, num_hidden_layers=layers), tokens, dtype) for layers in (1, 2))
-    layers = {piece: two[piece] - counts for piece, counts in one.items()}
-    return {piece: Split(layers[piece], counts - layers[piece]) for piece, counts in one.items()}
+    """Returns the split counts of each piece of `work`, for a model of a shape and a vocabulary of `tokens`."""
+    one_layer = _count(work, replace(shape, num_hidden_layers=1), tokens=tokens, dtype=dtype)
+    two_layers = _count(work, replace(shape, num_hidden_layers=2), tokens=tokens, dtype=dtype)
+    splits = {}
+    for piece, counts in one_layer.items():
+        layer = two_layers[piece] - counts
+        splits[piece] = Split(layer=layer, outside=counts - layer)
+    return splits
 
 
-def _done(work: Callable[..., Done], shape: ModelConfig, tokens: int, dtype: torch.dtype) -> Done:
-    with tempfile.TemporaryDirectory() as where:
-        folder = write_folder(Path(where) / "model", shape, tokens)
-        with SimulatedCuda(ROOM, ROOM, bf16=True) as card:
+def _count(work: Callable[..., Done], shape: ModelConfig, tokens: int, dtype: torch.dtype) -> Done:
+    """Does the work with a new model on the simulated card, and returns its counts."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_folder(Path(temporary) / "model", shape, tokens)
+        with SimulatedCuda(MEMORY, MEMORY, bf16=True) as card:
             return work(card, folder, Precision(dtype, torch.device("cuda")))
 
 
 def moved(counts: Counts) -> int:
-    """Bytes read and written by kernels."""
+    """Returns the number of bytes that kernels read and write."""
     return counts.read + counts.written
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What is counted of some work on a model of so many layers."""
+    """The counts of a piece of work from which its time is predicted, for a whole model."""
 
     of_products: float  # bytes that matrix products move
-    products: float  # their operations
+    products: float  # operations of matrix products
     attention: float  # operations of attention
     moved: float  # bytes that all other kernels move
     kernels: float
 
     def seconds(self, card: Speeds, dtype: str) -> float:
-        """Returns the time at a card's peaks: it multiplies while it reads, and all else takes its own time."""
-        bandwidth, flops = card.bandwidth[dtype], card.flops[dtype]
+        """Returns the predicted seconds at a card's peak bandwidth and peak speed.
+
+        A matrix product reads while it multiplies, so it takes the longer of both times. All other times add up.
+        """
+        bandwidth = card.bandwidth[dtype]
+        flops = card.flops[dtype]
         products = max(self.of_products / bandwidth, self.products / flops)
         return products + self.moved / bandwidth + self.attention / flops + self.kernels * card.launch
 
 
 def cost(split: Split, layers: int) -> Cost:
+    """Returns the cost of a piece of work for a model of so many layers."""
+
     def total(figure: Callable[[Counts], float]) -> float:
         return figure(split.outside) + layers * figure(split.layer)
 
@@ -84,7 +96,10 @@ def cost(split: Split, layers: int) -> Cost:
     )
 
 
-def on_cards(found: Split, layers: int, dtype: torch.dtype) -> dict[str, float]:
-    """Predicted seconds on each card of the table. What was counted in bf16 moves as many bytes in fp16."""
+def on_cards(split: Split, layers: int, dtype: torch.dtype) -> dict[str, float]:
+    """Returns the predicted seconds on each card of r3lite/devices/cards.py, by its name.
+
+    Work in bf16 is predicted as fp16, which moves as many bytes: cards without bf16 run fp16.
+    """
     name = "fp32" if dtype == torch.float32 else "fp16"
-    return {card.name: float(f"{cost(found, layers).seconds(card, name):.3g}") for card in CARDS}
+    return {card.name: float(f"{cost(split, layers).seconds(card, name):.3g}") for card in CARDS}

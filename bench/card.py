@@ -1,17 +1,17 @@
-"""RL from a finished SFT adapter on a large card, within minutes: on last turns, on whole episodes, with evaluations.
+"""Runs RL from a finished SFT adapter on a large card within minutes: on last turns, then on whole episodes.
 
     python -m bench.card --adapter runs/sft --data FRESH.json --eval-data DEV.json --minutes 8 --vram-budget 76GiB
     ... --seeds 0 1 --adapter runs/sft-0,runs/sft-1              # side by side
     ... --flags answer="--batch-size 32 --index runs/index" evaluate="--index runs/dev-index"
 
-A seed goes through `ppo --learn answer`, then from its result, if time is left, `ppo --learn episode`. Beside each
-training the adapter that it began with is evaluated; the last result is evaluated at the end. A training whose time is
-over is ended by SIGTERM, and its newest checkpoint is the result; how much time the last evaluation needs is seen from
-the earlier ones (bench/card_settings.py has the shares). A stage that fails stops nothing else.
+Each seed runs `ppo --learn answer`. If time is left, it then runs `ppo --learn episode`, starting from the result.
+While a training runs, the adapter that it started from is evaluated; the last result is evaluated at the end. A
+training whose time is over gets SIGTERM, and its newest checkpoint is the result. The time of the last evaluation is
+estimated from the earlier ones (the shares are in bench/card_settings.py). If a stage fails, other stages go on.
 
-Stages have their outputs and logs in --output. Its card.json has the whole state, at most 20 seconds old. At the end
-the run is added to card.json in --results, also if it was interrupted. Documents are encoded on the processor at the
-start of each stage, unless an index that was built before is passed by --flags; --query-cache there may be shared.
+The outputs and logs of the stages are in --output. card.json there has the whole state and is at most 20 seconds old.
+At the end the run is added to card.json in --results, also if it was interrupted. Each stage encodes the documents on
+the processor at its start, unless --flags passes an index that was built before. Stages may share a --query-cache.
 """
 
 import shlex
@@ -40,99 +40,108 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.exit_status import Terminated
 from r3lite.core.files import sole_writer, write_json
 
-STATE = "card.json"  # in the folder of the run
-POLL = 0.1  # seconds between looks at the processes
-NOTE = 20.0  # seconds between notes of the state
-LEAST_GRACE = 10.0  # seconds that a stage has to end after SIGTERM, if ENDING of all is less
+STATE = "card.json"  # file of the state in the run's folder, and of all runs in the folder of results
+POLL = 0.1  # seconds from one look at the processes to the next
+SAVE_EVERY = 20.0  # seconds from one writing of the state to the next
+LEAST_GRACE = 10.0  # seconds that a stage has at least to end after SIGTERM (see `Run.grace`)
 RUNNING = "running"
 COMPLETE = "complete"
 ENDED = "ended by the clock"
 FAILED = "failed"
 INTERRUPTED = "interrupted"
-STATUSES = (143, -15, -9)  # of what was ended: by itself after SIGTERM, by SIGTERM before it could, by SIGKILL
-ONLY_HERE = ("command", "log", "from")  # what results lack of a stage: paths of this machine
+# Exit statuses of a stage that was told to end: it exited by itself after SIGTERM; SIGTERM killed it before it could
+# handle the signal; SIGKILL killed it after the time of grace.
+TERMINATED_STATUSES = (143, -15, -9)
+LOCAL_KEYS = ("command", "log", "from")  # keys of a stage that results leave out: they have paths of this machine
+FAILED_STATUS = 1
+INTERRUPTED_STATUS = 130
+TERMINATED_STATUS = 143
 
 
 @dataclass(frozen=True)
 class Stage:
-    """A command of r3lite; `name` is also that of its output."""
+    """One command of r3lite. `name` is also the name of its output folder."""
 
     name: str
     kind: str  # train, evaluate or compare
-    label: str  # what is trained or evaluated: cold, answer or episode
+    label: str  # the model that is trained, evaluated or compared: cold, answer or episode
     seeds: tuple[int, ...]
     command: str
     arguments: list[str]
-    adapter: str = ""  # that it begins with
+    adapter: str = ""  # the adapter that the command starts from; empty for a comparison
 
     def words(self) -> list[str]:
+        """Returns the words of the command as it is started."""
         return [sys.executable, "-m", f"r3lite.{self.command}", *self.arguments]
 
     @property
     def command_line(self) -> str:
+        """The command as a user would type it."""
         return shlex.join(["python", "-m", f"r3lite.{self.command}", *self.arguments])
 
 
 @dataclass
 class Job:
-    """A stage that was begun. Times are seconds since the beginning of the run."""
+    """A stage whose process was started. Times are seconds since the start of the run."""
 
     stage: Stage
     process: subprocess.Popen
     begun: float
     ended: float | None = None
-    terminated: float | None = None  # when it was told to end
-    interrupted: bool = False  # it was told so as the run was interrupted
-    result: Path | None = None  # the adapter that a training has left
+    terminated: float | None = None  # when it got SIGTERM
+    interrupted: bool = False  # it got SIGTERM because the run was interrupted
+    result: Path | None = None  # the folder of the adapter that an ended training wrote
 
     @property
     def state(self) -> str:
+        """RUNNING, COMPLETE, INTERRUPTED, ENDED or FAILED."""
         if self.ended is None:
             return RUNNING
         if self.process.returncode == 0:
             return COMPLETE
         if self.interrupted:
             return INTERRUPTED
-        if self.terminated is not None and self.process.returncode in STATUSES:
+        if self.terminated is not None and self.process.returncode in TERMINATED_STATUSES:
             return ENDED
         return FAILED
 
 
 class Run:
-    """A run in its folder: which stages were begun, which may begin, and which must end."""
+    """One run of the bench. Starts each stage when its turn comes, and ends it when its time is over."""
 
     def __init__(self, folder: Path, settings: Settings, conditions: dict):
-        """`conditions` are what measurements depend on (`records.provenance`)."""
+        """`conditions` are the machine, versions and commit that measurements depend on (`records.provenance`)."""
         self.folder = folder
         self.settings = settings
         self.conditions = conditions
-        self.total = 60 * settings.minutes
+        self.total = 60 * settings.minutes  # seconds of the whole run
         self.start = time.monotonic()
-        self.noted = 0.0
+        self.saved_at = 0.0  # the second at which the state was last written
         self.jobs: dict[str, Job] = {}  # by the name of the stage
-        self.stopped: str | None = None
+        self.stopped: str | None = None  # why the run was not completed; None if nothing has stopped it
 
     @property
     def now(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the start of the run."""
         return time.monotonic() - self.start
 
     @property
     def running(self) -> list[Job]:
+        """The jobs whose processes have not ended."""
         return [job for job in self.jobs.values() if job.ended is None]
 
     def go(self) -> None:
-        """Goes on until all stages have ended and none may begin."""
-        self.note()
+        """Starts and ends stages until all have ended and no other may start."""
+        self.save_state()
         while self.running:
             self.look()
             self.advance()
-            if self.now - self.noted > NOTE:
-                self.note()
+            if self.now - self.saved_at > SAVE_EVERY:
+                self.save_state()
             time.sleep(POLL)
 
     def advance(self) -> None:
-        """Begins every stage whose turn has come."""
+        """Starts every stage whose turn has come."""
         for seed, adapter in self.settings.adapters.items():
             self.advance_seed(seed, adapter)
         if len(self.settings.adapters) > 1 and not self.running:
@@ -140,6 +149,10 @@ class Run:
                 self.compare_means(label)
 
     def advance_seed(self, seed: int, adapter: str) -> None:
+        """Starts the stages of a seed whose turn has come; `adapter` is the SFT adapter of the seed.
+
+        A training starts from the result of the training before it.
+        """
         cold = self.evaluate(COLD, seed, adapter)
         for label in TRAININGS:
             training = self.train(label, seed, adapter)
@@ -153,31 +166,49 @@ class Run:
                 self.compare(label, [seed])
 
     def train(self, label: str, seed: int, adapter: str) -> Job | None:
-        """The training of a seed, which is begun unless it was; None if there is no time for it."""
+        """Returns the training of a seed, and starts it at the first call; None if there is no time for it."""
         name = f"{label}-{seed}"
         if name not in self.jobs:
-            left = end_of_training(label, self.total, self.reserve()) - self.now
-            if label == "episode" and left < LEAST_EPISODES * self.total:
+            seconds_left = end_of_training(label, self.total, self.reserve()) - self.now
+            if label == "episode" and seconds_left < LEAST_EPISODES * self.total:
                 return None
-            arguments = self.settings.training(label, seed, adapter, self.folder / name)
-            self.begin(Stage(name, "train", label, (seed,), "ppo", arguments, adapter))
+            arguments = self.settings.training(label, seed, adapter=adapter, output=self.folder / name)
+            stage = Stage(
+                name=name,
+                kind="train",
+                label=label,
+                seeds=(seed,),
+                command="ppo",
+                arguments=arguments,
+                adapter=adapter,
+            )
+            self.begin(stage)
         return self.jobs[name]
 
     def evaluate(self, label: str, seed: int, adapter: str) -> Job | None:
-        """The evaluation of an adapter, which is begun unless it was; None if the time is over."""
+        """Returns the evaluation of an adapter, and starts it at the first call; None if the time is over."""
         seeds = [seed]
         if label == COLD:  # seeds that begin with the same adapter share its evaluation
-            seeds = [other for other, start in self.settings.adapters.items() if start == adapter]
+            seeds = [each for each, start_adapter in self.settings.adapters.items() if start_adapter == adapter]
         name = f"evaluate-{label}-{seeds[0]}"
         if name not in self.jobs:
             if self.now >= self.total:
                 return None
             arguments = self.settings.evaluation(adapter, self.folder / name)
-            self.begin(Stage(name, "evaluate", label, tuple(seeds), "evaluate", arguments, adapter))
+            stage = Stage(
+                name=name,
+                kind="evaluate",
+                label=label,
+                seeds=tuple(seeds),
+                command="evaluate",
+                arguments=arguments,
+                adapter=adapter,
+            )
+            self.begin(stage)
         return self.jobs[name]
 
     def compare(self, label: str, seeds: list[int]) -> None:
-        """Begins to compare the results of seeds with the adapters that they began with, unless that was begun."""
+        """Starts the comparison of the results of seeds with their SFT adapters, unless it was started before."""
         name = "-".join(["compare", label, *map(str, seeds)])
         if name in self.jobs:
             return
@@ -189,15 +220,24 @@ class Run:
             results.append(f"evaluate-{label}-{seed}")
         sides = [",".join(str(self.folder / side) for side in names) for names in (cold, results)]
         arguments = ["--compare", *sides, "--output", str(self.folder / name)]
-        self.begin(Stage(name, "compare", label, tuple(seeds), "evaluate", arguments))
+        stage = Stage(
+            name=name,
+            kind="compare",
+            label=label,
+            seeds=tuple(seeds),
+            command="evaluate",
+            arguments=arguments,
+        )
+        self.begin(stage)
 
     def compare_means(self, label: str) -> None:
-        """Compares the means over the seeds whose comparison there is, if these are several."""
+        """Compares the means over the seeds if at least two of them have a complete comparison of their own."""
         seeds = [seed for seed in self.settings.adapters if is_complete(self.jobs.get(f"compare-{label}-{seed}"))]
         if len(seeds) > 1:
             self.compare(label, seeds)
 
     def begin(self, stage: Stage) -> None:
+        """Prints a stage's command and starts it; its output goes to a log in the run's folder."""
         print(f"{self.now:6.1f} s  {stage.name}\n          $ {stage.command_line}", flush=True)
         with open(self.folder / f"{stage.name}.log", "wb") as log:
             environment = self.settings.environment()
@@ -205,10 +245,10 @@ class Run:
         self.jobs[stage.name] = Job(stage, process, self.now)
 
     def look(self) -> None:
-        """Notes which stages have ended, and ends those whose time is over."""
+        """Records the stages that have ended. Ends those whose time is over: by SIGTERM, after `grace` by SIGKILL."""
         for job in self.running:
             if job.process.poll() is not None:
-                self.has_ended(job)
+                self.record_end(job)
             elif job.terminated is not None and self.now > job.terminated + self.grace:
                 job.process.kill()
             elif job.terminated is None and self.now > self.end_of(job.stage):
@@ -217,11 +257,11 @@ class Run:
 
     @property
     def grace(self) -> float:
-        """Seconds between SIGTERM and SIGKILL: an update that was begun is completed before a training saves."""
+        """Seconds from SIGTERM to SIGKILL. A training needs them to complete its step and to write a checkpoint."""
         return max(ENDING * self.total, LEAST_GRACE)
 
     def end_of(self, stage: Stage) -> float:
-        """The second at which a stage must end. Comparisons take seconds on the processor."""
+        """Returns the second at which a stage must end. A comparison has no end: it takes a few seconds of the CPU."""
         if stage.kind == "train":
             return end_of_training(stage.label, self.total, self.reserve())
         if stage.kind == "evaluate":
@@ -229,7 +269,11 @@ class Run:
         return float("inf")
 
     def reserve(self) -> float:
-        """Seconds that are kept for the last evaluation, by what is known of evaluations now."""
+        """Returns the seconds that are reserved for the last evaluation.
+
+        They are estimated from the longest complete evaluation. As long as there is none, EVALUATION of all seconds are
+        reserved, or more if a running evaluation already takes longer than that allows.
+        """
         evaluations = [job for job in self.jobs.values() if job.stage.kind == "evaluate"]
         measured = [job.ended - job.begun for job in evaluations if is_complete(job)]
         if measured:
@@ -240,7 +284,8 @@ class Run:
                 estimates.append(reserved(self.total, self.now - job.begun))
         return max(estimates)
 
-    def has_ended(self, job: Job) -> None:
+    def record_end(self, job: Job) -> None:
+        """Records that a job has ended, and prints its state; of a failed one also the end of its log."""
         job.ended = self.now
         if job.stage.kind == "train":
             job.result = card_state.adapter_of(self.folder / job.stage.name)
@@ -248,10 +293,10 @@ class Run:
         if job.state == FAILED:
             for line in card_state.last_lines(self.folder / f"{job.stage.name}.log", self.folder):
                 print(f"          {line}", file=sys.stderr)
-        self.note()
+        self.save_state()
 
     def end_all(self) -> None:
-        """Ends what still runs, as the run is interrupted."""
+        """Ends the stages that still run, because the run was interrupted or has failed."""
         for job in self.running:
             job.interrupted = True
             job.process.terminate()
@@ -264,10 +309,11 @@ class Run:
             time.sleep(POLL)
 
     def rows(self) -> list[dict]:
-        """What is known of each stage that was begun."""
+        """Returns a record of each stage that was started."""
         return [self.row(job) for job in self.jobs.values()]
 
     def row(self, job: Job) -> dict:
+        """Returns the record of a stage: its state and command, and the figures that its output has so far."""
         stage = job.stage
         output = self.folder / stage.name
         end = self.now if job.ended is None else job.ended
@@ -287,9 +333,9 @@ class Run:
             return row | card_state.scores_of(output)
         return row | card_state.comparison_of(output)
 
-    def note(self) -> None:
-        """Writes the whole state, and tells how far the trainings are."""
-        self.noted = self.now
+    def save_state(self) -> None:
+        """Writes the state of the run to its folder, and prints how far the trainings are."""
+        self.saved_at = self.now
         rows = self.rows()
         state = {"settings": vars(self.settings), **self.conditions, "seconds": round(self.now, 1)}
         write_json(self.folder / STATE, state | {"stopped": self.stopped, "stages": rows})
@@ -299,11 +345,11 @@ class Run:
                 print(f"{self.now:6.1f} s  {row['stage']}: {progress}", flush=True)
 
     def results(self) -> dict:
-        """The run as bench/results has it."""
+        """Returns the run as it is added to bench/results."""
         stages = []
-        missing = []  # stages that have failed, and evaluations that have no scores
+        missing = []  # names of failed stages, and of evaluations that were ended before they had scores
         for row in self.rows():
-            stages.append({name: value for name, value in row.items() if name not in ONLY_HERE})
+            stages.append({name: value for name, value in row.items() if name not in LOCAL_KEYS})
             if row["state"] == FAILED or (row["state"] == ENDED and row["kind"] == "evaluate"):
                 missing.append(row["stage"])
         complete = self.stopped is None and not missing
@@ -312,6 +358,7 @@ class Run:
 
 
 def is_complete(job: Job | None) -> bool:
+    """Returns whether a job was started and has ended without an error."""
     return job is not None and job.state == COMPLETE
 
 
@@ -328,22 +375,22 @@ def main(argv: list[str] | None = None) -> int:
                 run.advance()
                 run.go()
             except KeyboardInterrupt:
-                status = 130
+                status = INTERRUPTED_STATUS
             except Terminated:
-                status = 143
+                status = TERMINATED_STATUS
             finally:
                 run.end_all()
             if status:
                 run.stopped = INTERRUPTED
-            run.note()
+            run.save_state()
             results = run.results()
             records.add(options.results / STATE, results)
             print("\n" + card_state.tables(results["stages"]))
     except R3LiteError as error:
         print(f"\n{error}", file=sys.stderr)
-        return 1
+        return FAILED_STATUS
     if results["missing"] and not status:
-        return 1
+        return FAILED_STATUS
     return status
 
 

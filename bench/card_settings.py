@@ -15,49 +15,49 @@ from r3lite.core.invocation import resolve
 from r3lite.settings import EvaluateConfig, PpoConfig
 from r3lite.settings.common import budget_bytes
 
-COLD = "cold"  # the model that RL begins with
-TRAININGS = ("answer", "episode")  # values of --learn, in their order
-KINDS = (*TRAININGS, "evaluate")  # what --flags can be for
+COLD = "cold"  # label of the SFT adapter that RL starts from
+TRAININGS = ("answer", "episode")  # values of --learn, in the order of the trainings
+KINDS = (*TRAININGS, "evaluate")  # kinds of stages that --flags takes
 MIB = 1 << 20
-# A training goes on until its time is over. Its number of rounds is not known, so that the rate stays the same.
+# A training goes on until its time is over. Its number of rounds is not known before, so the learning rate is constant.
 BY_THE_CLOCK = ("--max-steps", "10000", "--warmup", "0", "--min-learning-rate", "1", "--save-every", "5")
 
-# Shares of all minutes.
-EVALUATION = 0.25  # for the last evaluation, as long as none was measured
-ENDING = 0.05  # for saving the last checkpoint, and for comparisons
-MOST_RESERVED = 0.6
-LEAST_EPISODES = 0.1  # RL on whole episodes is not begun with less
-MARGIN = 1.5  # of the last evaluation, over those that were measured
-ANSWERS = 0.6  # share of the time of both trainings
+# Shares of the time of the whole run.
+EVALUATION = 0.25  # reserved for the last evaluation as long as no evaluation was measured
+ENDING = 0.05  # reserved for saving the last checkpoint, and for comparisons
+MOST_RESERVED = 0.6  # limit of what is reserved
+LEAST_EPISODES = 0.1  # RL on whole episodes is not started with less time
+# Other shares.
+MARGIN = 1.5  # time reserved for the last evaluation, as a multiple of the longest one so far
+ANSWERS = 0.6  # share of `--learn answer` in the time of both trainings
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a run is made of, apart from where it goes."""
+    """The settings of a run, without its output folders."""
 
     model: str
     encoder: str
     adapters: dict[int, str]  # by seed
-    questions: tuple[str, str]  # of RL: --data or --config, and its file
+    questions: tuple[str, str]  # for RL: the flag --data or --config, and its value
     exclude: tuple[str, ...]
     eval_data: str
     limit: int
     preset: str
     minutes: float
-    vram_budget: str | None = None  # of all processes together
+    vram_budget: str | None = None  # of all processes together; None: the default budget of each
     dtype: str = "auto"
     device: str = "auto"
-    flags: dict[str, str] = field(default_factory=dict)  # by kind
+    flags: dict[str, str] = field(default_factory=dict)  # further flags by kind of stage
 
     @property
     def processes(self) -> int:
-        """How many processes use the device at once: each seed trains, and the adapter that it began with is evaluated
-        beside that."""
+        """The number of processes that use the device at once: a training and an evaluation for each seed."""
         return 2 * len(self.adapters)
 
     @property
     def common(self) -> list[str]:
-        """The flags of all stages that load the model."""
+        """The flags that all stages which load the model have in common."""
         words = ["--preset", self.preset, "--model", self.model, "--encoder", self.encoder]
         words += ["--dtype", self.dtype, "--device", self.device]
         if self.vram_budget:
@@ -65,29 +65,39 @@ class Settings:
             words += ["--vram-budget", f"{share}MiB"]
         return words
 
-    def more(self, kind: str) -> list[str]:
-        """The flags that the user gave for a kind of stage."""
+    def extra_flags(self, kind: str) -> list[str]:
+        """Returns the user's --flags for a kind of stage."""
         return shlex.split(self.flags.get(kind, ""))
 
     def training(self, label: str, seed: int, adapter: str, output: Path) -> list[str]:
-        """The flags of a training (ppo), which begins with an adapter."""
+        """Returns the flags of ppo for a training that starts from an adapter; `label` is the value of --learn."""
         exclude = ",".join([self.eval_data, *self.exclude])
         words = [*self.common, "--seed", str(seed), *self.questions, "--exclude", exclude]
-        words += ["--adapter", adapter, "--learn", label, *BY_THE_CLOCK, *self.more(label)]
+        words += ["--adapter", adapter, "--learn", label, *BY_THE_CLOCK, *self.extra_flags(label)]
         return [*words, "--output", str(output)]
 
     def evaluation(self, adapter: str, output: Path) -> list[str]:
-        """The flags of an evaluation. Its seed is the same for all, so that their intervals are of the same draws."""
+        """Returns the flags of an evaluation.
+
+        All evaluations have the same seed, so their bootstrap intervals are computed with the same draws.
+        """
         words = [*self.common, "--data", self.eval_data, "--limit", str(self.limit), "--adapter", adapter]
-        return [*words, *self.more("evaluate"), "--output", str(output)]
+        return [*words, *self.extra_flags("evaluate"), "--output", str(output)]
 
     def environment(self) -> dict[str, str]:
-        """That of all stages: the processor's cores, on which documents are retrieved, are shared out among them."""
+        """Returns the environment of all stages.
+
+        Each process gets an equal share of the CPU's cores, on which documents are retrieved.
+        """
         cores = os.cpu_count() or 1
         return {"OMP_NUM_THREADS": str(max(1, cores // self.processes))} | os.environ
 
 
 def parse(argv: list[str] | None, description: str | None) -> tuple[Settings, argparse.Namespace]:
+    """Returns the checked settings of a run, and all flags, which have the output folders, too.
+
+    A usage error ends the process. `description` is shown by --help.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--adapter", required=True, metavar="A[,B,...]", help="SFT adapter: one, or one for each seed")
     questions = parser.add_mutually_exclusive_group(required=True)
@@ -124,16 +134,16 @@ def parse(argv: list[str] | None, description: str | None) -> tuple[Settings, ar
             parser.error(f"--flags {kind}: write it as KIND=FLAGS, KIND one of {', '.join(KINDS)}")
         flags[kind] = words
     if options.data:
-        of_rl = ("--data", options.data)
+        questions_flag = ("--data", options.data)
     else:
-        of_rl = ("--config", options.config)
+        questions_flag = ("--config", options.config)
     try:
-        usual = resolve("evaluate", EvaluateConfig(), ["--preset", options.preset])
+        defaults = resolve("evaluate", EvaluateConfig(), ["--preset", options.preset])
         settings = Settings(
-            model=options.model or usual.model.model,
-            encoder=options.encoder or usual.retrieval.encoder,
+            model=options.model or defaults.model.model,
+            encoder=options.encoder or defaults.retrieval.encoder,
             adapters=dict(zip(options.seeds, adapters, strict=True)),
-            questions=of_rl,
+            questions=questions_flag,
             exclude=tuple(file for file in options.exclude.split(",") if file),
             eval_data=options.eval_data,
             limit=options.limit,
@@ -151,11 +161,11 @@ def parse(argv: list[str] | None, description: str | None) -> tuple[Settings, ar
 
 
 def check(settings: Settings) -> None:
-    """Raises UsageError if a stage would refuse its flags, some of which it gets only when minutes have gone."""
+    """Raises UsageError if a stage would refuse its flags: some stages start, and would fail, only minutes later."""
     output = Path("output")
     for seed, adapter in settings.adapters.items():
         for label in TRAININGS:
-            config = resolve("ppo", PpoConfig(), settings.training(label, seed, adapter, output))
+            config = resolve("ppo", PpoConfig(), settings.training(label, seed, adapter=adapter, output=output))
             config.check_settings("ppo")
             reinforcement.check(config)
             if config.rl.learn != label:
@@ -170,9 +180,9 @@ def check(settings: Settings) -> None:
 
 
 def reserved(total: float, evaluation: float | None) -> float:
-    """Of `total` seconds, those that are kept for the last evaluation and what comes with it.
+    """Returns how many of the run's `total` seconds are reserved for the last evaluation and the end of the run.
 
-    `evaluation` is what the longest one took so far, None if there was none.
+    `evaluation` is the time in seconds of the longest evaluation so far; None if there was none.
     """
     if evaluation is None:
         return EVALUATION * total
@@ -180,14 +190,17 @@ def reserved(total: float, evaluation: float | None) -> float:
 
 
 def end_of_training(label: str, total: float, reserve: float) -> float:
-    """The second at which a training is ended, counted from the beginning of the run."""
+    """Returns when a training is ended, in seconds from the start of the run.
+
+    The run has `total` seconds, of which `reserve` are reserved for the last evaluation.
+    """
     if label == "answer":
         return ANSWERS * (total - reserve)
     return total - reserve
 
 
 def described(settings: Settings, folder: Path) -> dict:
-    """The settings as results have them: files by their names."""
+    """Returns the settings as results record them: of files only the names, because paths are of this machine."""
     model = name_of(settings.model)
     seeds = " and ".join(map(str, settings.adapters))
     return {

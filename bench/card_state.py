@@ -1,5 +1,9 @@
-"""What the stages of bench.card have left in their folders, and the tables that are made of it. Starts nothing."""
+"""Reads the output folders of the commands that bench.card runs: trainings, evaluations and comparisons.
 
+Also makes the tables that bench.card prints at the end. Runs no command itself.
+"""
+
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -13,17 +17,19 @@ from r3lite.evaluation.folder import COMPARISON
 from r3lite.evaluation.scores import FULL_RECALL_EM
 from r3lite.training import checkpoint, metrics
 
-START = b'{"step": '  # of each line of run_files.EPISODES
-LINES = 20  # of the log of a stage that failed
-# What the table of evaluations shows, with titles.
+LINE_START = b'{"step": '  # how each line of run_files.EPISODES begins; the number of the round follows
+LAST_LINES = 20  # lines that are shown of the log of a failed stage
+SECONDS_AN_HOUR = 3600
+# The columns of the table of evaluations: the key in scores.json, and the title.
 SCORES = {"em": "EM", FULL_RECALL_EM: "EM, full recall", "f1": "F1", "retrieval_recall": "recall"}
 SCORES |= {"mean_searches": "searches", "format_adherence": "well-formed"}
 
 
 def adapter_of(output: Path) -> Path | None:
-    """The adapter that a training has left: that of the complete run, else that of its newest sound checkpoint.
+    """Returns the folder of a training's adapter: of the complete run, else of its newest valid checkpoint.
 
-    None if no round was learned from.
+    None if the training has completed no round. The checkpoint of step 0 does not count: its adapter is the
+    one that the training began with.
     """
     if (output / run_files.SUMMARY).exists():
         return output / ADAPTER
@@ -34,89 +40,117 @@ def adapter_of(output: Path) -> Path | None:
 
 
 def training_of(output: Path) -> dict:
-    """How far a training is: rounds, samples (ends or episodes), their number in an hour of rounds, the mean reward of
-    the first and of the last third of the rounds, and the metrics of the last round."""
+    """Returns how far a training is.
+
+    rounds: the number of the last round in the log
+    samples: the samples of these rounds. A sample is an episode; with `--learn answer` it is the last turn of one.
+    samples_per_hour: samples per hour of step time
+    reward_thirds: the mean rewards of the first and of the last third of the rounds
+    last: the metrics of the last round
+    """
     rows = [row for row in metrics.read(output / run_files.METRICS) if row["step"] > 0]
     if not rows:
         return {"rounds": 0, "samples": 0}
     last = rows[-1]
     samples = sample_count(output / run_files.EPISODES, last["step"])
-    seconds = sum(row["step_time"] for row in rows)
-    progress = {"rounds": last["step"], "samples": samples, "samples_per_hour": round(3600 * samples / seconds)}
+    # A round that ended with NotFinite and was rolled back has a record without metrics, so without a step time.
+    seconds = sum(row.get("step_time", 0.0) for row in rows)
+    per_hour = round(SECONDS_AN_HOUR * samples / seconds) if seconds else 0
+    progress = {"rounds": last["step"], "samples": samples, "samples_per_hour": per_hour}
     rewards = [row["reward"] for row in rows if row.get("reward") is not None]
     if rewards:
-        third = -(-len(rewards) // 3)
+        third = math.ceil(len(rewards) / 3)
         progress["reward_thirds"] = [fmean(rewards[:third]), fmean(rewards[-third:])]
     return progress | {"last": {name: value for name, value in last.items() if value is not None}}
 
 
 def sample_count(path: Path, rounds: int) -> int:
-    """The samples of the first rounds. What a round has sampled is written before it is learned from."""
+    """Returns the number of samples of rounds 1 to `rounds` in the file of samples.
+
+    A round writes its samples before it learns from them, so the file may have those of a round more: they do not
+    count. Neither does a last line that is being written.
+    """
     count = 0
     with open(path, "rb") as file:
         for line in file:
-            if line.endswith(b"\n") and int(line[len(START) : line.index(b",")]) <= rounds:
+            if line.endswith(b"\n") and _round_of(line) <= rounds:
                 count += 1
     return count
 
 
+def _round_of(line: bytes) -> int:
+    """Returns the number of the round that a line of the file of samples belongs to.
+
+    Does not parse the whole line as JSON, because the file is large and bench.card counts it every few seconds.
+    """
+    return int(line[len(LINE_START) : line.index(b",")])
+
+
 def scores_of(output: Path) -> dict:
-    """The scores of an evaluation that is complete."""
+    """Returns the scores of a complete evaluation, as bench.card records them."""
     scores = read_record(output / run_files.SCORES, "").values
     return {"scores": {name: scores.get(name) for name in ("n", "finish", *SCORES)}}
 
 
 def comparison_of(output: Path) -> dict:
-    """The differences of a comparison that is complete."""
+    """Returns the differences of a complete comparison, and its number of questions `n`."""
     comparison = read_record(output / COMPARISON, "").values
     return {"n": comparison["n"], "metrics": comparison["metrics"]}
 
 
 def last_lines(log: Path, folder: Path) -> list[str]:
-    """The end of a log; files in the folder of the run are named from there."""
+    """Returns the last lines of a log that are not blank.
+
+    Paths of files in `folder`, the run's folder, are shortened to be relative to it.
+    """
     text = log.read_text(encoding="utf-8", errors="replace").replace(f"{folder}/", "")
-    return [line for line in text.splitlines() if line.strip()][-LINES:]
+    return [line for line in text.splitlines() if line.strip()][-LAST_LINES:]
 
 
 def tables(rows: Sequence[dict]) -> str:
-    """The trainings and the evaluations of a run, of rows as bench.card records them."""
+    """Returns the tables of a run: trainings, evaluations, and the means over the seeds if there are several.
+
+    `rows` are the records of the stages, as bench.card writes them.
+    """
     trainings = []
     evaluations = []
     for row in rows:
         if row["kind"] == "train":
             trainings.append(_training_row(row))
         elif row["kind"] == "evaluate" and "scores" in row:
-            over = [r for r in rows if r["kind"] == "compare" and r["label"] == row["label"]]
-            evaluations.append(_evaluation_row(row, over))
+            comparisons = [r for r in rows if r["kind"] == "compare" and r["label"] == row["label"]]
+            evaluations.append(_evaluation_row(row, comparisons))
     means = [_mean_row(row) for row in rows if row["kind"] == "compare" and len(row["seeds"]) > 1 and "metrics" in row]
-    return "\n\n".join(table(part) for part in (trainings, evaluations, means) if part)
+    return "\n\n".join(table(table_rows) for table_rows in (trainings, evaluations, means) if table_rows)
 
 
 def _training_row(row: dict) -> dict:
-    shown = {"RL on": row["label"], "seed": row["seeds"][0], "ended": row["state"], "minutes": _minutes(row)}
-    shown |= {name: row.get(name) for name in ("rounds", "samples", "samples_per_hour")}
+    cells = {"RL on": row["label"], "seed": row["seeds"][0], "ended": row["state"], "minutes": _minutes(row)}
+    cells |= {name: row.get(name) for name in ("rounds", "samples", "samples_per_hour")}
     if "reward_thirds" in row:
         first, last = row["reward_thirds"]
-        shown["reward, first and last third"] = f"{first:.3f} to {last:.3f}"
+        cells["reward, first and last third"] = f"{first:.3f} to {last:.3f}"
     if "kl" in row.get("last", {}):
-        shown["kl"] = f"{row['last']['kl']:.2g}"
-    return shown
+        cells["kl"] = f"{row['last']['kl']:.2g}"
+    return cells
 
 
 def _evaluation_row(row: dict, comparisons: Sequence[dict]) -> dict:
     scores = row["scores"]
-    shown = {"model": row["label"], "seed": row["seeds"], "questions": scores["n"], "minutes": _minutes(row)}
-    shown |= {title: spread(scores.get(name)) for name, title in SCORES.items()}
+    cells = {"model": row["label"], "seed": row["seeds"], "questions": scores["n"], "minutes": _minutes(row)}
+    cells |= {title: spread(scores.get(name)) for name, title in SCORES.items()}
     for comparison in comparisons:
         if comparison["seeds"] == row["seeds"] and "metrics" in comparison:
-            shown["EM over cold"] = spread(comparison["metrics"]["em"], "difference", "+")
-    return shown
+            # "cold" is the SFT adapter that RL began with: its EM is subtracted.
+            cells["EM over cold"] = spread(comparison["metrics"]["em"], "difference", "+")
+    return cells
 
 
 def _mean_row(row: dict) -> dict:
+    # "cold" is the SFT adapter that RL began with: its score is subtracted.
     differences = {f"{SCORES[name]} over cold": row["metrics"][name] for name in ("em", "f1")}
-    shown = {"model": row["label"], "mean of seeds": row["seeds"]}
-    return shown | {title: spread(entry, "difference", "+") for title, entry in differences.items()}
+    cells = {"model": row["label"], "mean of seeds": row["seeds"]}
+    return cells | {title: spread(entry, "difference", "+") for title, entry in differences.items()}
 
 
 def _minutes(row: dict) -> str:

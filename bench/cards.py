@@ -1,9 +1,9 @@
-"""What classes of cards are predicted to do, as the page docs/cards.md: what fits, and how fast, for each model size.
+"""Prints the page docs/cards.md: which runs are predicted to fit on a card of each class, and how fast they are.
 
     python -m bench.cards > docs/cards.md
 
-Nothing is run: every figure is one of `python -m r3lite.plan --card`, or of the same formulas with rows and episodes as
-long as trajectories of HotpotQA are. A test holds the page to what this prints.
+Nothing is run: every figure is a prediction of `python -m r3lite.plan --card`. A test fails if the page differs from
+what this prints.
 """
 
 from bench import records
@@ -17,16 +17,18 @@ from r3lite.memory.duration import in_words
 from r3lite.memory.plan import Plan
 from r3lite.memory.work import Workload
 
-CLASSES = {
+CLASSES = {  # class of cards, and the card that stands for it
     "2 GB": "MX450",
     "4 GB, Turing": "GTX 1650",
     "4 GB, Ampere": "RTX 3050 Laptop",
     "6 GB, Ampere": "RTX 3060 Laptop",
     "8 GB, Ada": "RTX 4060 Laptop",
 }
-SFT = {tokens: ["--max-length", str(tokens)] for tokens in (1024, 2048)}
+SFT = {tokens: ["--max-length", str(tokens)] for tokens in (1024, 2048)}  # flags by the length of a row
 ROUND = ["--algorithm", "ppo", "--adapter", "runs/sft"]
 SIZES = ("0.5B", "1.5B")
+DEFAULT_BUDGET = 4 * GIB  # the default --vram-budget is at most this
+MICROSECONDS = 1e6  # in a second
 UNFIT = "does not fit"
 PAGE = """\
 # Laptop GPUs: what fits, and how fast
@@ -63,70 +65,84 @@ their sources; `python -m bench.cards` prints this page.
 """
 
 
-def flags(known: Speeds, size: str, more: list[str]) -> list[str]:
-    """What `python -m r3lite.plan` is given."""
-    assert known.memory
-    budget = ["--vram-budget", f"{known.memory // GIB - 1}GiB"] if known.memory > 4 * GIB else []
-    return ["--card", known.name, "--model", HUB[size], *more, *budget]
+def flags(speeds: Speeds, size: str, run_flags: list[str]) -> list[str]:
+    """Returns the flags of `python -m r3lite.plan` for a run on a card.
+
+    A card with more than DEFAULT_BUDGET gets a budget of 1 GiB less than its memory.
+    """
+    assert speeds.memory
+    budget = []
+    if speeds.memory > DEFAULT_BUDGET:
+        budget = ["--vram-budget", f"{speeds.memory // GIB - 1}GiB"]
+    return ["--card", speeds.name, "--model", HUB[size], *run_flags, *budget]
 
 
-def planned(given: list[str]) -> Plan | None:
-    """The plan that `python -m r3lite.plan` makes of flags; None if the run does not fit."""
-    learns = plan.is_rl(given)
-    config = plan.PlanRlConfig() if learns else plan.PlanSftConfig()
+def planned(arguments: list[str]) -> Plan | None:
+    """Returns the plan that `python -m r3lite.plan` makes for its flags; None if the run does not fit."""
+    is_rl = plan.is_rl(arguments)
+    config = plan.PlanRlConfig() if is_rl else plan.PlanSftConfig()
     try:
-        return plan.make(resolve("plan", config, given, table="ppo" if learns else "sft"))
+        return plan.make(resolve("plan", config, arguments, table="ppo" if is_rl else "sft"))
     except R3LiteError:
         return None
 
 
-def seconds(found: Plan, workload: Workload) -> float:
-    predicted = duration.predict(workload, found.memory)
+def seconds(fitting: Plan, workload: Workload) -> float:
+    """Returns the predicted seconds of a step or a round with the memory settings of a plan."""
+    predicted = duration.predict(workload, fitting.memory)
     assert predicted
     return predicted.seconds
 
 
-def settings(found: Plan) -> str:
-    memory, layers = found.memory, found.workload.model.num_hidden_layers
+def settings(fitting: Plan) -> str:
+    """Returns the memory settings that a plan had to choose, as words; empty if it needs none."""
+    memory = fitting.memory
+    layers = fitting.workload.model.num_hidden_layers
     parts = ["NF4"] if memory.nf4 else []
     parts += [f"{memory.recompute_layers} of {layers} recomputed"] if memory.recompute_layers else []
     return ", ".join(parts + (["offload"] if memory.offload else []))
 
 
-def training(found: Plan | None) -> str:
-    """A cell of SFT."""
-    if found is None:
+def training(fitting: Plan | None) -> str:
+    """Returns the cell of SFT with a plan: tokens per second and memory settings."""
+    if fitting is None:
         return UNFIT
-    w, more = found.workload, settings(found)
-    speed = w.step_rows * w.row_tokens / seconds(found, w)
-    return f"{speed:,.0f} tokens/s" + (f" ({more})" if more else "")
+    workload = fitting.workload
+    words = settings(fitting)
+    speed = workload.step_rows * workload.row_tokens / seconds(fitting, workload)
+    return f"{speed:,.0f} tokens/s" + (f" ({words})" if words else "")
 
 
-def learning(found: Plan | None) -> str:
-    """A cell of a round."""
-    if found is None:
+def learning(fitting: Plan | None) -> str:
+    """Returns the cell of a round of RL with a plan: its time, episodes sampled together and memory settings."""
+    if fitting is None:
         return UNFIT
-    w = found.workload
-    more = [f"{min(found.memory.rollout_batch_size, w.episodes)} at a time", settings(found)]
-    return f"{in_words(seconds(found, w))} ({', '.join(filter(None, more))})"
+    workload = fitting.workload
+    together = min(fitting.memory.rollout_batch_size, workload.episodes)
+    words = [f"{together} at a time", settings(fitting)]
+    return f"{in_words(seconds(fitting, workload))} ({', '.join(filter(None, words))})"
 
 
-def fits(size: str) -> list[dict]:
+def card_rows(size: str) -> list[dict]:
+    """Returns the rows of the table of a model size: one for each class of cards."""
     rows = []
-    for kind, name in CLASSES.items():
-        known = card(name)
-        assert known
-        row = {"GPU": f"{kind}: {name}"}
-        row |= {f"SFT, {tokens:,} tokens": training(planned(flags(known, size, more))) for tokens, more in SFT.items()}
-        rows.append(row | {"a round of PPO": learning(planned(flags(known, size, ROUND)))})
+    for card_class, name in CLASSES.items():
+        speeds = card(name)
+        assert speeds
+        row = {"GPU": f"{card_class}: {name}"}
+        for tokens, run_flags in SFT.items():
+            row[f"SFT, {tokens:,} tokens"] = training(planned(flags(speeds, size, run_flags)))
+        row["a round of PPO"] = learning(planned(flags(speeds, size, ROUND)))
+        rows.append(row)
     return rows
 
 
 def page() -> str:
-    tables = [f"## {size}\n\n{records.table(fits(size))}" for size in SIZES]
+    """Returns the text of docs/cards.md."""
+    tables = [f"## {size}\n\n{records.table(card_rows(size))}" for size in SIZES]
     return PAGE.format(
-        launch=LAUNCH * 1e6 * duration.LAUNCHES,
-        graph=LAUNCH * 1e6 * duration.LAUNCHES_IN_GRAPH,
+        launch=LAUNCH * MICROSECONDS * duration.LAUNCHES,
+        graph=LAUNCH * MICROSECONDS * duration.LAUNCHES_IN_GRAPH,
         tables="\n\n".join(tables),
     )
 

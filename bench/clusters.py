@@ -1,15 +1,15 @@
-"""What several cards are predicted to do, as the page docs/scaling.md: tokens a second, seconds and dollars of SFT and
-of GRPO rounds on 1 to 64 cards, and what limits each.
+"""Prints the page docs/scaling.md: predicted speed and cost of SFT and of GRPO rounds on 1 to 64 cards.
 
     python -m bench.clusters > docs/scaling.md
 
 Nothing is run. The times of one rank are those of `r3lite/memory/duration.py`; how long ranks wait for each other is
-simulated with the lengths of real episodes (bench/results/episode-lengths.json). A test holds the page to what this
-prints.
+simulated with the lengths of real episodes (bench/results/episode-lengths.json). A test fails if the page differs from
+what this prints.
 """
 
 import functools
 import json
+import math
 import random
 import statistics
 from dataclasses import dataclass, replace
@@ -28,28 +28,38 @@ MODELS = {
     "0.5B": "Qwen/Qwen2.5-0.5B-Instruct",
     "7B": "mistralai/Mistral-7B-Instruct-v0.3",
 }
-RANKS, OF_A_MACHINE = (1, 2, 8, 64), 8
-ROWS, TOKENS = 64, 1024  # of an SFT step, on all cards together
-QUESTIONS, GENERATIONS, MINI_BATCH = 64, 8, 128  # of a round
-ROUNDS = 20  # simulated
+RANKS = (1, 2, 8, 64)  # numbers of cards; each card has one rank
+CARDS_A_MACHINE = 8
+ROWS = 64  # of an SFT step, on all cards together
+TOKENS = 1024  # of an SFT row
+QUESTIONS = 64  # of a round
+GENERATIONS = 8  # episodes of each question
+MINI_BATCH = 128  # episodes of an optimizer step
+ROUNDS = 20  # that are simulated
+CACHE_FILL = 0.75  # mean length of a running episode, as a share of the mean length of a finished one; assumed
+SECONDS_AN_HOUR = 3600
+RESERVED_GIB = 2  # of a card's memory, which its --vram-budget leaves out
+# The parts of a round that can limit it, with their names in the table.
 LIMITS = {"sample": "rollouts", "update": "updates", "all_reduce": "all-reduce", "retrieve": "retrieval"}
 
 
 @dataclass(frozen=True)
 class Rented:
-    """A card that can be rented: its price, and how fast ranks exchange gradients."""
+    """A card that can be rented: its price, and the bandwidth at which ranks exchange gradients."""
 
     name: str
-    dollars: float  # an hour
-    inside: float  # bytes a second between two cards of a machine, one way
-    between: float  # between two machines
+    dollars: float  # per hour
+    inside: float  # bytes per second between two cards of a machine, one way
+    between: float  # bytes per second between two machines, one way
 
 
 # Prices: RunPod's in March 2026 (https://deploybase.ai/articles/rtx-4090-vs-h100). Links are assumed: NVLink at half of
 # its 900 GB/s, PCIe 4.0 x16 at 25 GB/s; between machines 100 Gbit/s.
-RENTED = (Rented("RTX 4090", 0.34, 25e9, 12.5e9), Rented("H100 80GB HBM3", 2.69, 450e9, 12.5e9))
-LATENCY = 50e-6  # seconds of a message, assumed
-
+RENTED = (
+    Rented("RTX 4090", dollars=0.34, inside=25e9, between=12.5e9),
+    Rented("H100 80GB HBM3", dollars=2.69, inside=450e9, between=12.5e9),
+)
+LATENCY = 50e-6  # seconds until a message arrives, without its bytes; assumed
 
 LOAD = """\
 Measured with {clients} clients for {minutes:g} minutes and a restart in the middle, on {threads} CPU cores:
@@ -61,54 +71,61 @@ Clients repeat failed requests: all {sent:,} and {chats[sent]:,} were answered. 
 
 @functools.cache
 def loads() -> dict[str, dict]:
-    """The newest run of bench/stress/load.py for each server."""
+    """Returns the newest run of bench/stress/load.py for each server, with its minutes.
+
+    `growth` is the largest growth of memory of all servers, as a share.
+    """
     runs = json.loads((RESULTS / "load.json").read_text(encoding="utf-8"))["runs"]
-    found = {run["server"]: run | {"minutes": run["seconds"] / 60} for run in runs}
-    assert all(run["sent"] == run["answered"] and not run["wrong"] for run in found.values()), "something was lost"
-    growth = max(share for run in found.values() for share in run["memory_growth"])
-    return {name: run | {"growth": growth} for name, run in found.items()}
+    newest = {run["server"]: run | {"minutes": run["seconds"] / 60} for run in runs}
+    assert all(run["sent"] == run["answered"] and not run["wrong"] for run in newest.values()), "something was lost"
+    growth = max(share for run in newest.values() for share in run["memory_growth"])
+    return {name: run | {"growth": growth} for name, run in newest.items()}
 
 
 def queries_a_second() -> float:
-    """Of one retrieval server, as measured."""
+    """Returns the measured queries per second of one retrieval server."""
     return loads()["retrieve"]["requests_per_second"]
 
 
 @functools.cache
 def lengths() -> list[list[tuple[int, int, int]]]:
-    """(tokens, sampled tokens, turns) of the episodes of each question that was measured."""
-    found = json.loads((RESULTS / "episode-lengths.json").read_text(encoding="utf-8"))
-    return [[tuple(episode) for episode in group] for group in found["groups"]]
+    """Returns (tokens, sampled tokens, turns) of each measured episode, grouped by question."""
+    measured = json.loads((RESULTS / "episode-lengths.json").read_text(encoding="utf-8"))
+    return [[tuple(episode) for episode in group] for group in measured["groups"]]
 
 
 def all_reduce(size: float, ranks: int, rented: Rented) -> float:
-    """Seconds of a ring all-reduce (arXiv 1802.05799) of `size` bytes, of which each rank sends 2 (n - 1) / n."""
+    """Returns the seconds of a ring all-reduce (arXiv 1802.05799) of `size` bytes.
+
+    Each of n ranks sends 2 (n - 1) messages of 1 / n of the bytes.
+    """
     if ranks == 1:
         return 0.0
-    link = rented.inside if ranks <= OF_A_MACHINE else rented.between
+    link = rented.inside if ranks <= CARDS_A_MACHINE else rented.between
     return 2 * (ranks - 1) * (size / ranks / link + LATENCY)
 
 
-def plan_of(size: str, known: Speeds, more: list[str]) -> Plan:
-    """The plan of `python -m r3lite.plan` on one card, which all ranks have."""
-    assert known.memory
-    budget = ["--vram-budget", f"{known.memory // GIB - 2}GiB"]
-    found = planned(["--card", known.name, "--model", MODELS[size], *budget, *more])
-    assert found, f"{size} does not fit"
-    return found
+def plan_of(size: str, speeds: Speeds, run_flags: list[str]) -> Plan:
+    """Returns the plan of `python -m r3lite.plan` for one card. It is that of every rank."""
+    assert speeds.memory
+    budget = ["--vram-budget", f"{speeds.memory // GIB - RESERVED_GIB}GiB"]
+    rank_plan = planned(["--card", speeds.name, "--model", MODELS[size], *budget, *run_flags])
+    assert rank_plan, f"{size} does not fit"
+    return rank_plan
 
 
-def seconds(found: Plan, cost: duration.Cost) -> float:
-    return cost.seconds(found.workload.speeds, found.workload.dtype)
+def seconds(rank_plan: Plan, cost: duration.Cost) -> float:
+    """Returns the seconds of a cost on the card of a plan."""
+    return cost.seconds(rank_plan.workload.speeds, rank_plan.workload.dtype)
 
 
 # SFT
 
 
-def sft(found: Plan, ranks: int, rented: Rented) -> float:
-    """Seconds of a step of ROWS rows."""
-    work = replace(found.workload, step_rows=-(-ROWS // ranks), mean_tokens=TOKENS, row_tokens=TOKENS)
-    return seconds(found, duration.update(work, found.memory)) + all_reduce(adapter_bytes(work), ranks, rented)
+def sft(rank_plan: Plan, ranks: int, rented: Rented) -> float:
+    """Returns the seconds of an SFT step of ROWS rows, which the ranks share."""
+    work = replace(rank_plan.workload, step_rows=math.ceil(ROWS / ranks), mean_tokens=TOKENS, row_tokens=TOKENS)
+    return seconds(rank_plan, duration.update(work, rank_plan.memory)) + all_reduce(adapter_bytes(work), ranks, rented)
 
 
 # A round of GRPO
@@ -116,95 +133,116 @@ def sft(found: Plan, ranks: int, rented: Rented) -> float:
 
 @dataclass(frozen=True)
 class Timed:
-    """Means over simulated rounds, in seconds; `waited` is the share of all ranks' time."""
+    """The times of a round in seconds."""
 
-    sample: float
-    update: float
-    all_reduce: float
-    retrieve: float
-    waited: float
+    sample: float  # rollouts, until the slowest rank has finished
+    update: float  # scoring, and the optimizer steps, each until the slowest rank has finished
+    all_reduce: float  # exchange of gradients
+    retrieve: float  # answering all queries of the round
+    waited: float  # share of the time of all ranks in which they wait for the slowest one
 
     @property
     def round(self) -> float:
-        """Queries are answered while other episodes go on: they take the longer of both times."""
+        """The seconds of the round. Queries are answered during the rollouts, so the longer of both times counts."""
         return max(self.sample, self.retrieve) + self.update + self.all_reduce
 
     @property
     def limit(self) -> str:
+        """The name of the part that takes most of the time."""
         parts = {name: getattr(self, name) for name in LIMITS}
         return LIMITS[max(parts, key=parts.get)]
 
 
 def draw(rng: random.Random) -> list[list[tuple[int, int, int]]]:
-    """The episodes of a round, by question."""
+    """Returns the episodes of a simulated round, by question: each question draws episodes of one measured question."""
     return [rng.choices(rng.choice(lengths()), k=GENERATIONS) for _ in range(QUESTIONS)]
 
 
 def loads_of(rows: list[int], ranks: int) -> list[int]:
-    """Tokens of each rank, as rows are given to ranks in training."""
+    """Returns the tokens of each rank; rows of these lengths are shared out as in training."""
     return [sum(rows[i] for i in share) for share in shares(rows, ranks)]
 
 
 class Simulation:
-    """Rounds of one model on one kind of card, in which all ranks do what `ppo` does under torchrun."""
+    """Simulates rounds of `ppo` under torchrun, for one model on one kind of card."""
 
-    def __init__(self, found: Plan, rented: Rented):
-        self.found, self.rented = found, rented
-        w = found.workload
-        every = [episode for group in lengths() for episode in group]
-        self.mean = statistics.fmean(tokens for tokens, _, _ in every)
-        work = replace(w, episodes=MINI_BATCH, step_rows=MINI_BATCH, mean_tokens=self.mean, steps=None)
-        self.a_token = seconds(found, duration.update(work, found.memory)) / (MINI_BATCH * self.mean)
-        self.a_score = seconds(found, duration.score(work, found.memory)) / (MINI_BATCH * self.mean)
-        self.steps: dict[int, float] = {}
+    def __init__(self, rank_plan: Plan, rented: Rented):
+        self.plan = rank_plan
+        self.rented = rented
+        episodes = [episode for group in lengths() for episode in group]
+        self.mean_length = statistics.fmean(tokens for tokens, _, _ in episodes)
+        work = replace(
+            rank_plan.workload, episodes=MINI_BATCH, step_rows=MINI_BATCH, mean_tokens=self.mean_length, steps=None
+        )
+        tokens = MINI_BATCH * self.mean_length
+        self.update_per_token = seconds(rank_plan, duration.update(work, rank_plan.memory)) / tokens
+        self.score_per_token = seconds(rank_plan, duration.score(work, rank_plan.memory)) / tokens
+        self.step_seconds: dict[int, float] = {}  # of a decoding step, by its number of rows
 
     def step(self, rows: int) -> float:
-        """Seconds of one more token in each of `rows` rows, whose caches are three quarters full in the mean."""
-        if rows not in self.steps:
-            cost = duration.decode(self.found.workload, self.found.memory, rows, 0.75 * self.mean)
-            self.steps[rows] = seconds(self.found, cost)
-        return self.steps[rows]
+        """Returns the seconds of one decoding step of `rows` rows, with caches of CACHE_FILL of the mean length."""
+        if rows not in self.step_seconds:
+            length = CACHE_FILL * self.mean_length
+            cost = duration.decode(self.plan.workload, self.plan.memory, rows=rows, slots=length)
+            self.step_seconds[rows] = seconds(self.plan, cost)
+        return self.step_seconds[rows]
 
     def sampling(self, episodes: list[tuple[int, int, int]]) -> float:
-        """Seconds of a rank's rollouts: prefill of what is given, and decoding until its last episode has ended."""
-        w, memory = self.found.workload, self.found.memory
-        given = sum(tokens - sampled for tokens, sampled, _ in episodes)
-        passes = max(1, -(-given // memory.micro_batch_tokens))
-        reading = duration.forward(w, memory, passes, given, self.mean / 2)
-        rows, total = min(memory.rollout_batch_size, len(episodes)), seconds(self.found, reading)
-        waiting = sorted((sampled for _, sampled, _ in episodes), reverse=True)
-        running, waiting = waiting[:rows], waiting[rows:]
+        """Returns the seconds of a rank's rollouts.
+
+        They are the prefill of prompts and documents, and the decoding steps until the last episode has ended. The
+        longest episodes start first; whenever one ends, the shortest of those that wait starts.
+        """
+        memory = self.plan.memory
+        prefill_tokens = sum(tokens - sampled for tokens, sampled, _ in episodes)
+        passes = max(1, math.ceil(prefill_tokens / memory.micro_batch_tokens))
+        # In the mean over its tokens, half of an episode is in the cache.
+        prefill = duration.forward(
+            self.plan.workload, memory, passes=passes, tokens=prefill_tokens, keys=self.mean_length / 2
+        )
+        rows = min(memory.rollout_batch_size, len(episodes))
+        total = seconds(self.plan, prefill)
+        lengths_left = sorted((sampled for _, sampled, _ in episodes), reverse=True)
+        running = lengths_left[:rows]  # tokens that each running episode still samples
+        waiting = lengths_left[rows:]
         while running:
-            run = min(running)
-            total += run * self.step(len(running))
-            running = [left - run for left in running if left > run]
+            steps = min(running)  # until the next episode ends
+            total += steps * self.step(len(running))
+            running = [tokens - steps for tokens in running if tokens > steps]
             while waiting and len(running) < rows:
                 running.append(waiting.pop())
         return total
 
     def timed(self, ranks: int) -> Timed:
-        rng, rounds = random.Random(0), []
+        """Returns the mean times over ROUNDS simulated rounds on so many ranks."""
+        rng = random.Random(0)
+        rounds = []
         for _ in range(ROUNDS):
             groups = draw(rng)
-            each = QUESTIONS // ranks
-            own = [[e for group in groups[r * each : (r + 1) * each] for e in group] for r in range(ranks)]
-            sampled = [self.sampling(episodes) for episodes in own]
-            every = [tokens for group in groups for tokens, _, _ in group]
-            rng.shuffle(every)
-            batches = [every[i : i + MINI_BATCH] for i in range(0, len(every), MINI_BATCH)]
-            tokens = [loads_of(every, ranks), *(loads_of(batch, ranks) for batch in batches)]
-            busy = [[n * self.a_score for n in tokens[0]], *([n * self.a_token for n in t] for t in tokens[1:])]
-            parts = [sampled, *busy]
-            longest = sum(map(max, parts))
-            reduced = len(batches) * all_reduce(adapter_bytes(self.found.workload), ranks, self.rented)
+            share = QUESTIONS // ranks
+            by_rank = [
+                [episode for group in groups[rank * share : (rank + 1) * share] for episode in group]
+                for rank in range(ranks)
+            ]
+            sampling = [self.sampling(episodes) for episodes in by_rank]
+            row_lengths = [tokens for group in groups for tokens, _, _ in group]
+            rng.shuffle(row_lengths)
+            batches = [row_lengths[i : i + MINI_BATCH] for i in range(0, len(row_lengths), MINI_BATCH)]
+            scoring = [tokens * self.score_per_token for tokens in loads_of(row_lengths, ranks)]
+            updates = [[tokens * self.update_per_token for tokens in loads_of(batch, ranks)] for batch in batches]
+            # Seconds of each rank in each phase. The ranks wait for each other at the end of a phase.
+            training = [scoring, *updates]
+            phases = [sampling, *training]
+            longest = sum(map(max, phases))
+            exchange = len(batches) * all_reduce(adapter_bytes(self.plan.workload), ranks, self.rented)
             queries = sum(turns - 1 for group in groups for _, _, turns in group)
             rounds.append(
                 Timed(
-                    sample=max(sampled),
-                    update=sum(map(max, busy)),
-                    all_reduce=reduced,
+                    sample=max(sampling),
+                    update=sum(map(max, training)),
+                    all_reduce=exchange,
                     retrieve=queries / queries_a_second(),
-                    waited=1 - sum(map(statistics.fmean, parts)) / longest,
+                    waited=1 - sum(map(statistics.fmean, phases)) / longest,
                 )
             )
         fields = Timed.__dataclass_fields__
@@ -212,18 +250,20 @@ class Simulation:
 
 
 def rows_of(rented: Rented) -> list[dict]:
-    known, found = card(rented.name), []
-    assert known
+    """Returns the rows of a card's table: one for each model and number of cards."""
+    speeds = card(rented.name)
+    rows = []
+    assert speeds
     for size in MODELS:
         learning = ["--algorithm", "grpo", "--adapter", "runs/sft", "--batch-size", str(QUESTIONS * GENERATIONS)]
         learning += ["--num-generations", str(GENERATIONS), "--mini-batch-size", str(MINI_BATCH)]
-        supervised = plan_of(size, known, ["--max-length", str(TOKENS)])
-        simulation = Simulation(plan_of(size, known, learning), rented)
+        supervised = plan_of(size, speeds, ["--max-length", str(TOKENS)])
+        simulation = Simulation(plan_of(size, speeds, learning), rented)
         for ranks in RANKS:
             step = sft(supervised, ranks, rented)
             timed = simulation.timed(ranks)
-            price = rented.dollars * ranks / 3600
-            found.append(
+            price = rented.dollars * ranks / SECONDS_AN_HOUR
+            rows.append(
                 {
                     "model": size,
                     "GPUs": ranks,
@@ -235,10 +275,11 @@ def rows_of(rented: Rented) -> list[dict]:
                     "limit": timed.limit,
                 }
             )
-    return found
+    return rows
 
 
 def page() -> str:
+    """Returns the text of docs/scaling.md."""
     text = (Path(__file__).parent / "scaling_page.md").read_text(encoding="utf-8")
     tables = [f"### {rented.name}, ${rented.dollars} an hour\n\n{records.table(rows_of(rented))}" for rented in RENTED]
     served = loads()

@@ -1,9 +1,9 @@
-"""What `--compile` brings to a base in NF4: decoding at batch 1 and an SFT step of 512 tokens, with and without it.
+"""Times decoding at batch 1 and an SFT step of 512 tokens by a base in NF4, with and without `--compile`.
 
     python -m bench.compiled --models DIR --dtype bf16          # DIR/0.5B
 
-Times are of the processor, not of the clock, so that what else the machine does counts little; on CUDA of the clock.
-Every run is printed.
+On a CPU, times are of the processor and not of the clock, so that other programs count little. On CUDA they are of the
+clock. Every run is printed.
 """
 
 import time
@@ -15,41 +15,50 @@ from bench import options
 from bench.contests import Ours
 from r3lite.models import compiled
 
-NEW, TOKENS, TURNS = 32, 512, 5
+NEW_TOKENS = 32  # that are decoded
+ROW_TOKENS = 512  # of an SFT row
+TURNS = 5  # measurements of each variant
+SIZE = "0.5B"
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the seconds that the work takes: of the processor on a CPU, of the clock on CUDA."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
-    began = clock()
+    start = clock()
     work()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return clock() - began
+    return clock() - start
 
 
 def report(name: str, works: dict[str, Callable[[], object]], device: torch.device) -> None:
-    """Runs each of the works once to warm up, then all by turns."""
+    """Runs each variant once to warm up, then all by turns; prints the milliseconds of each run after the first.
+
+    `works` has the work by the name of the variant.
+    """
     for work in works.values():
         work()
-    found = [[seconds(work, device) for work in works.values()] for _ in range(TURNS)]
-    for how, runs in zip(works, zip(*found, strict=True), strict=True):
+    times = [[seconds(work, device) for work in works.values()] for _ in range(TURNS)]  # [TURNS][variants]
+    for variant, runs in zip(works, zip(*times, strict=True), strict=True):
         milliseconds = " ".join(f"{1000 * run:,.0f}" for run in runs)
-        print(f"{name}, {how}: {milliseconds} ms; the least {1000 * min(runs):,.0f}", flush=True)
+        print(f"{name}, {variant}: {milliseconds} ms; the least {1000 * min(runs):,.0f}", flush=True)
 
 
 def main() -> None:
     flags = options.parser(__doc__).parse_args()
-    precision, folder = options.precision(flags), options.folder(flags, "0.5B")
-    eager, other = (Ours(folder, precision, nf4=True) for _ in range(2))
-    began = time.perf_counter()
+    precision = options.precision(flags)
+    folder = options.folder(flags, SIZE)
+    eager = Ours(folder, precision, nf4=True)
+    compiled_model = Ours(folder, precision, nf4=True)
+    start = time.perf_counter()
     assert not (reason := compiled.missing_compiler(precision.device)), reason
-    compiled.enable(other.model)
-    print(f"compiled in {time.perf_counter() - began:.1f} s by the clock", flush=True)
+    compiled.enable(compiled_model.model)
+    print(f"compiled in {time.perf_counter() - start:.1f} s by the clock", flush=True)
     for name, work in (
-        (f"{NEW} tokens at batch 1", lambda ours: ours.decode(1, NEW)),
-        (f"an SFT step of {TOKENS} tokens", lambda ours: ours.sft(TOKENS, "4GiB")),
+        (f"{NEW_TOKENS} tokens at batch 1", lambda ours: ours.decode(1, NEW_TOKENS)),
+        (f"an SFT step of {ROW_TOKENS} tokens", lambda ours: ours.sft(ROW_TOKENS, "4GiB")),
     ):
-        report(name, {"as it is": work(eager), "compiled": work(other)}, precision.device)
+        report(name, {"as it is": work(eager), "compiled": work(compiled_model)}, precision.device)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A contest: the same work by several contestants, who take turns in one process."""
+"""Times the same work by several contestants, such as r3lite and transformers, who take turns in one process."""
 
 import statistics
 import time
@@ -9,56 +9,70 @@ import torch
 
 from r3lite.devices.live_tensors import LiveTensors
 
-OURS, FLOOR, PEAK = "r3lite", "floor", "peak"
-LIMITS = (FLOOR, PEAK)  # what a device can do at the most; not rivals
+# Names of contestants.
+OURS = "r3lite"
+FLOOR = "floor"  # only the matrix products of the work
+PEAK = "peak"  # the useful operations of the work, at the speed of a large matrix product
+LIMITS = (FLOOR, PEAK)  # they show what the device can do at most, and are no rivals
 
 
 @dataclass
 class Contest:
-    """The same work by several contestants; each is a function that does it once, and may return its own seconds.
+    """Times the same work by several contestants.
 
-    With a budget in MiB, the peak of live tensors of each is measured first, and the fastest of those that fit is the
-    one that r3lite is compared with.
+    A contestant is a function that does the work once. It may return the seconds to be counted; else its call is timed.
+    With a memory budget, the peak of live tensors of each contestant is measured first, and r3lite is compared with the
+    fastest rival whose peak is within the budget.
     """
 
     name: str
-    tokens: int  # that the work makes or learns from
+    tokens: int  # that the work generates, encodes or learns from
     contestants: dict[str, Callable[[], object]]
-    budget: float | None = None
-    facts: dict = field(default_factory=dict)  # columns of every record, such as the corpus
+    budget: float | None = None  # MiB
+    facts: dict = field(default_factory=dict)  # further columns of every record, such as the corpus
+    # Results of `run`, by contestant.
     seconds: dict[str, list[float]] = field(default_factory=dict)
     peaks: dict[str, float] = field(default_factory=dict)  # MiB
 
     def run(self, repeats: int, device: str) -> None:
-        """Measures the peaks if there is a budget, warms up, then lets the contestants take turns."""
+        """Times each contestant `repeats` times, by turns, after one time that is not counted.
+
+        If there is a budget, the peaks are measured before.
+        """
         if self.budget:
-            self.peaks = {n: peak_mib(work) for n, work in self.contestants.items() if n not in LIMITS}
-        for i in range(repeats + 1):
+            self.peaks = {name: peak_mib(work) for name, work in self.contestants.items() if name not in LIMITS}
+        for repeat in range(repeats + 1):
             for name, work in self.contestants.items():
-                torch.backends.cuda.enable_cudnn_sdp(name != OURS)  # rivals attend as PyTorch has it by default
+                torch.backends.cuda.enable_cudnn_sdp(name != OURS)  # cuDNN attention: on is PyTorch's default
                 start = time.perf_counter()
-                told = work()
+                own_seconds = work()
                 if device == "cuda":
                     torch.cuda.synchronize()
-                if i:
-                    seconds = told if isinstance(told, float) else time.perf_counter() - start
+                seconds = time.perf_counter() - start
+                if isinstance(own_seconds, float):
+                    seconds = own_seconds
+                if repeat > 0:  # the first one warms up
                     self.seconds.setdefault(name, []).append(seconds)
 
     def compared_with(self, medians: dict[str, float]) -> str:
-        """The fastest rival whose peak is within the budget, or "none that fits"."""
+        """Returns the name of the fastest rival whose peak is within the budget, or "none that fits"."""
         assert self.budget
-        fit = [n for n in medians if n not in (OURS, *LIMITS) and self.peaks[n] <= self.budget]
-        return min(fit, key=medians.__getitem__, default="none that fits")
+        fitting = [name for name in medians if name not in (OURS, *LIMITS) and self.peaks[name] <= self.budget]
+        return min(fitting, key=medians.__getitem__, default="none that fits")
 
     def results(self) -> list[dict]:
-        """One record a contestant: tokens per second, the spread of its times, and its speed as a multiple.
+        """Returns a record of each contestant.
 
-        With a budget, also the peaks, and with whom r3lite is compared; if one of the device's limits took part, also
-        the share of that one's speed.
+        tokens_per_second, seconds: by the median time
+        spread: the range of its times, as a share of the median
+        r3lite_is_faster_by: its time as a multiple of r3lite's
+        of_floor, of_peak: its speed as a share of that limit's, if the limit took part
+        peak_mib, and for r3lite budget_mib and compared_with: if there is a budget
         """
-        medians, found = {name: statistics.median(times) for name, times in self.seconds.items()}, []
+        medians = {name: statistics.median(times) for name, times in self.seconds.items()}
+        records = []
         for name, times in self.seconds.items():
-            found.append(
+            records.append(
                 {
                     "contest": self.name,
                     **self.facts,
@@ -71,17 +85,17 @@ class Contest:
             )
             for limit in LIMITS:
                 if limit in medians:
-                    found[-1][f"of_{limit}"] = round(medians[limit] / medians[name], 3)
+                    records[-1][f"of_{limit}"] = round(medians[limit] / medians[name], 3)
             if name in self.peaks:
-                found[-1]["peak_mib"] = round(self.peaks[name], 1)
+                records[-1]["peak_mib"] = round(self.peaks[name], 1)
         if self.budget:
-            ours = next(record for record in found if record["contestant"] == OURS)
+            ours = next(record for record in records if record["contestant"] == OURS)
             ours |= {"budget_mib": self.budget, "compared_with": self.compared_with(medians)}
-        return found
+        return records
 
 
 def peak_mib(work: Callable[[], object]) -> float:
-    """Peak of live tensors in the second of two turns or before: by then an optimizer has its moments."""
+    """Returns the peak of live tensors in MiB over two calls: in the second one an optimizer has its moments."""
     with LiveTensors() as counter:
         work()
         work()

@@ -1,11 +1,12 @@
-"""What drafts from the context bring: tokens a second of decoding and tokens a pass, with them and without, in pairs.
+"""Compares decoding with and without drafts from the context: tokens per second, and tokens per pass.
 
     python -m bench.drafts --adapter runs/quickstart/sft                # the tiny model answers the sample world
     python -m bench.drafts --model DIR --replay trajectories.jsonl      # a model whose turns are those of a file
 
-Replayed turns are forced upon a model, which computes what it would in sampling them: so the acceptance is that of a
-model which writes exactly these turns, greedily. Times are of the processor, of decoding alone (`Engine._decode`), so
-that what else the machine does counts little; both engines take turns on the same questions. Each pair gives a ratio.
+With --replay the model computes its logits as usual, but the tokens of the file replace those that it would sample. So
+drafts are accepted as often as with a model that writes exactly these turns greedily. Times are processor seconds of
+decoding alone (`Engine._decode`), so that other programs count little. Runs with and without drafts alternate on the
+same questions; each pair of runs gives a ratio.
 """
 
 import argparse
@@ -43,25 +44,26 @@ DRAFTS = records.Bench(
     keys=("model", "turns", "temperature", "batch"),
     figures=("tokens_per_second", "with_drafts", "ratio", "tokens_a_pass"),
 )
+MIN_QUESTIONS = 4  # of a measurement, also if the batch is smaller
 
 
 @dataclass
 class Timed(Engine):
-    """An engine that counts the processor's seconds of decoding, its passes row by row, and the tokens they gave."""
+    """An engine that measures its decoding, and that can be forced to write the turns of transcripts."""
 
-    replayed: dict[str, Transcript] = field(default_factory=dict)  # by the question's id: what is to be written
-    seconds: float = 0.0
-    row_passes: int = 0
-    tokens: int = 0
+    replayed: dict[str, Transcript] = field(default_factory=dict)  # by question id; empty: the model samples freely
+    seconds: float = 0.0  # processor time of decoding
+    row_passes: int = 0  # passes, each counted once for every row in it
+    tokens: int = 0  # that decoding added to the rows
 
     def _decode(self, scheduler: Scheduler, decoder: Decoder) -> list[Sequence]:
         rows = scheduler.running
-        before = sum(len(row.tokens) for row in rows)
+        tokens_before = sum(len(row.tokens) for row in rows)
         start = time.process_time()
         sampled = super()._decode(scheduler, decoder)
         self.seconds += time.process_time() - start
         self.row_passes += len(rows)
-        self.tokens += sum(len(row.tokens) for row in rows) - before
+        self.tokens += sum(len(row.tokens) for row in rows) - tokens_before
         return sampled
 
     def _sample(self, logits: Tensor, batch: SamplingBatch) -> tuple[Tensor, Tensor]:
@@ -69,15 +71,19 @@ class Timed(Engine):
         if self.replayed:
             forced = []
             for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
-                written = self.replayed[sequence.question.id].tokens
-                forced.append(written[min(len(sequence.tokens) + depth, len(written) - 1)])
+                transcript = self.replayed[sequence.question.id].tokens
+                position = len(sequence.tokens) + depth  # a draft is checked at several depths
+                forced.append(transcript[min(position, len(transcript) - 1)])
             tokens = torch.tensor(forced)
         return tokens, logprobs
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Questions, the transcripts that their episodes shall have by the questions' ids, and what gives the documents."""
+    """Questions, the transcripts that their episodes must write, and a retriever of the documents in these.
+
+    `transcripts` has each transcript by its question's id.
+    """
 
     questions: list[Question]
     transcripts: dict[str, Transcript]
@@ -85,7 +91,7 @@ class Replayed:
 
 
 def replay(path: str, layout: Layout, count: int) -> Replayed:
-    """Returns what the first trajectories of a file write."""
+    """Returns the questions, transcripts and documents of the first `count` trajectories of a file."""
     questions = []
     transcripts = {}
     documents: dict[tuple[str, str], list[Document]] = {}
@@ -105,6 +111,7 @@ def replay(path: str, layout: Layout, count: int) -> Replayed:
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags from which `timed_engine` builds an engine."""
     parser.add_argument("--model", default="tiny")
     parser.add_argument("--adapter", default="none")
     parser.add_argument("--preset", default="tiny")
@@ -138,19 +145,20 @@ def main() -> None:
     engine, config = timed_engine(flags, flags.questions)
     if flags.replay:
         replayed = replay(flags.replay, engine.layout, flags.questions)
-        questions, retrieve = replayed.questions, replayed.retrieve
+        questions = replayed.questions
+        retrieve = replayed.retrieve
         engine.replayed = replayed.transcripts
     else:
         questions = read_questions(shipped("data", "world", "test.jsonl"), flags.questions)
         retrieve = build_retriever(Setup(config.retrieval, questions))
-    found: list[dict] = []
+    results: list[dict] = []
     precision = Precision(torch.float32, torch.device("cpu"))
     run = {"section": "replayed" if flags.replay else "sampled", **records.provenance(precision)}
-    run |= {"note": f"{flags.pairs} pairs; processor time. {flags.note}".strip(), "records": found}
+    run |= {"note": f"{flags.pairs} pairs; processor time. {flags.note}".strip(), "records": results}
     for batch in flags.batches:
         for temperature in flags.temperatures:
-            found.append(measure(engine, questions, retrieve, batch=batch, temperature=temperature, flags=flags))
-            print(records.table(found[-1:]), flush=True)
+            results.append(measure(engine, questions, retrieve, batch=batch, temperature=temperature, flags=flags))
+            print(records.table(results[-1:]), flush=True)
             records.keep(flags.results, "cpu", DRAFTS, run)
 
 
@@ -162,18 +170,22 @@ def measure(
     temperature: float,
     flags: argparse.Namespace,
 ) -> dict:
-    """Runs the pairs of one batch size and temperature, after a run of each that is not counted."""
-    count = min(len(questions), max(batch, 4))
-    asked = [question for question in questions[:count] for _ in range(flags.group)]
-    seeds = [f"{i}" for i in range(len(asked))]
+    """Measures one batch size and temperature: `--pairs` pairs of a run without drafts and one with them.
+
+    One pair more is run first and not counted. Returns a record of the results.
+    """
+    count = min(len(questions), max(batch, MIN_QUESTIONS))
+    repeated = [question for question in questions[:count] for _ in range(flags.group)]
+    seeds = [f"{i}" for i in range(len(repeated))]
     memory = replace(engine.grant.memory, rollout_batch_size=batch)
     engine.grant.memory = memory
+    # Tokens per second of each run, by the largest number of drafted tokens; 0 is without drafts.
     speeds: dict[int, list[float]] = {0: [], flags.draft_tokens: []}
     tokens_a_pass = 0.0
     texts = {}
     for pair in range(flags.pairs + 1):
         for limit in speeds:
-            one = replace(
+            run_engine = replace(
                 engine,
                 sampler=Sampler(temperature),
                 draft_tokens=limit,
@@ -181,21 +193,21 @@ def measure(
                 row_passes=0,
                 tokens=0,
             )
-            sequences = one.run(asked, seeds, retrieve)
+            sequences = run_engine.run(repeated, seeds, retrieve)
             texts[limit] = [sequence.tokens for sequence in sequences]
-            if pair:
-                speeds[limit].append(one.tokens / one.seconds)
-            if limit:
-                tokens_a_pass = one.tokens / one.row_passes
+            if pair > 0:  # the first pair warms up
+                speeds[limit].append(run_engine.tokens / run_engine.seconds)
+            if limit > 0:
+                tokens_a_pass = run_engine.tokens / run_engine.row_passes
     plain, drafted = speeds.values()
-    equal = sum(a == b for a, b in zip(*texts.values(), strict=True))
-    ratios = [new / old for old, new in zip(plain, drafted, strict=True)]
+    equal = sum(without == with_drafts for without, with_drafts in zip(*texts.values(), strict=True))
+    ratios = [with_drafts / without for without, with_drafts in zip(plain, drafted, strict=True)]
     return {
         "model": flags.model,
         "turns": "replayed" if flags.replay else "sampled",
         "temperature": temperature,
         "batch": batch,
-        "episodes": len(asked),
+        "episodes": len(repeated),
         "equal_episodes": equal,
         "tokens_per_second": round(statistics.median(plain), 1),
         "with_drafts": round(statistics.median(drafted), 1),

@@ -1,16 +1,16 @@
-"""Whether RL harms a good cold start: with a KL budget and without, on the sample world.
+"""Measures on the sample world whether RL harms a good cold start, with a KL budget and without one.
 
     python -m bench.drift                  # seeds 0, 1 and 2; some 25 minutes of one core
     python -m bench.drift --budget 0.002
 
 For each seed, SFT on flawless trajectories of all training questions makes a cold start that answers about nine of ten
-test questions. Reinforcement with the section [ppo] of a preset follows for about --episodes episodes, at the same
-share of SFT's learning rate as there: once as it is and once with --kl-budget. What is finished under --work is not
-done again. Runs are added to bench/results/drift.json.
+test questions. RL then takes about --episodes episodes with the settings in section [ppo] of a preset, once without and
+once with --kl-budget. Its learning rate is the same share of SFT's learning rate as in the preset. Runs that are
+finished under --work are not repeated. Results are added to bench/results/drift.json.
 
-A budget passes if exact match falls by at most 0.01 in the mean over the seeds while the KL divergence from the cold
-start is inside it: from half of it to twice as much in the mean, so that standing still does not pass. The KL is that
-of episodes of the dev questions, sampled with the last adapter.
+A budget passes under two conditions, both on means over the seeds: exact match falls by at most 0.01, and the KL
+divergence from the cold start is from half of the budget to twice the budget. The lower bound is there because a run
+that learns nothing must not pass. The KL is measured on episodes of the dev questions, sampled with the last adapter.
 """
 
 import argparse
@@ -43,31 +43,38 @@ from r3lite.settings import PpoConfig
 from r3lite.training import checkpoint
 
 WORLD = shipped("data", "world")
-COLD_STEPS = 160  # of SFT
-MOST_LOSS = 0.01  # of exact match
-INSIDE = (0.5, 2.0)  # times the budget
-DEV = ["--batch-size", "100", "--num-generations", "2"]  # episodes for the KL at the end
+COLD_STEPS = 160  # optimizer steps of SFT that make the cold start
+MOST_LOSS = 0.01  # largest loss of exact match at which a budget passes
+KL_BOUNDS = (0.5, 2.0)  # smallest and largest mean KL at which a budget passes, as multiples of the budget
+DEV = ["--batch-size", "100", "--num-generations", "2"]  # episodes that the KL at the end is measured with
 
 
 def preset(name: str) -> dict:
+    """Returns the settings of a preset."""
     return tomllib.loads(shipped("presets", f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def write_settings(path: Path, name: str, episodes: int) -> dict:
-    """Writes the settings of RL, the tiny model with the section [ppo] of another preset, and returns that section."""
+    """Writes the settings of RL and returns their section [ppo].
+
+    They are the model settings of the preset tiny, and the section [ppo] of the preset `name`. Its learning rate is
+    scaled to be the same share of SFT's as there, and max_steps gives about `episodes` episodes.
+    """
     tiny = preset("tiny")
-    other = preset(name)
-    section = dict(other["ppo"])
-    section["learning_rate"] *= tiny["sft"]["learning_rate"] / other["sft"]["learning_rate"]
+    rl_preset = preset(name)
+    section = dict(rl_preset["ppo"])
+    section["learning_rate"] *= tiny["sft"]["learning_rate"] / rl_preset["sft"]["learning_rate"]
     section["max_steps"] = math.ceil(episodes / (section["batch_size"] * section["num_generations"]))
     model = {key: value for key, value in tiny.items() if not isinstance(value, dict)}
-    parts = [[f"{key} = {json.dumps(value)}" for key, value in part.items()] for part in (model, section)]
-    write_text(path, "\n".join([*parts[0], "[ppo]", *parts[1]]) + "\n")
+    model_lines, section_lines = (
+        [f"{key} = {json.dumps(value)}" for key, value in part.items()] for part in (model, section)
+    )
+    write_text(path, "\n".join([*model_lines, "[ppo]", *section_lines]) + "\n")
     return section
 
 
 class Seed:
-    """The runs of one seed, under one folder."""
+    """The runs of one seed, in the folder WORK/SEED. Index and trajectories are in WORK, for all seeds."""
 
     def __init__(self, work: Path, seed: int, settings: Path):
         self.folder = work / str(seed)
@@ -76,7 +83,7 @@ class Seed:
         self.rl = ["--config", str(settings), "--seed", str(seed), "--adapter", str(self.folder / "sft"), *self.search]
 
     def begin(self, work: Path) -> None:
-        """Makes the cold start, unless it is there; index and trajectories are the same for all seeds."""
+        """Makes the index, the trajectories and the cold start of this seed, if they are missing."""
         rows = work / "flawless.jsonl"
         if not (work / "index").exists():
             run("index", [*self.tiny, "--corpus", str(WORLD / "corpus.jsonl"), "--output", str(work / "index")])
@@ -84,11 +91,11 @@ class Seed:
             data = ["--data", str(WORLD / "train.jsonl"), *self.search]
             run("collect", [*self.tiny, *data, "--output", str(rows)])
         if not (self.folder / "sft" / run_files.SUMMARY).exists():
-            more = ["--max-steps", str(COLD_STEPS), "--resume", "auto"]
-            run("sft", [*self.tiny, "--data", str(rows), *more, "--output", str(self.folder / "sft")])
+            steps = ["--max-steps", str(COLD_STEPS), "--resume", "auto"]
+            run("sft", [*self.tiny, "--data", str(rows), *steps, "--output", str(self.folder / "sft")])
 
     def em(self, name: str) -> float:
-        """Exact match of the run `name` on the test questions."""
+        """Returns the exact match of the adapter of the run `name` on the test questions."""
         output = self.folder / f"{name}-scores"
         if not (output / run_files.SCORES).exists():
             data = ["--data", str(WORLD / "test.jsonl"), *self.search]
@@ -97,7 +104,7 @@ class Seed:
         return json.loads((output / run_files.SCORES).read_text(encoding="utf-8"))["em"]["value"]
 
     def learn(self, name: str, flags: list[str]) -> dict:
-        """A run of RL, and what became of the cold start."""
+        """Trains from the cold start by RL, if the run is not complete; returns a record of the run."""
         output = self.folder / name
         if not (output / run_files.SUMMARY).exists():
             data = ["--data", str(WORLD / "train.jsonl"), "--resume", "auto", "--output", str(output)]
@@ -116,7 +123,10 @@ class Seed:
         }
 
     def last_kl(self, output: Path) -> tuple[float, float]:
-        """KL from the cold start per token after the last round, and its standard error over questions."""
+        """Returns the KL divergence of the last adapter from the cold start, in nats per token, and its standard error.
+
+        It is measured on new episodes of the dev questions; the standard error is over questions.
+        """
         flags = [*self.rl, *DEV, "--kl-beta", "0.001", "--data", str(WORLD / "dev.jsonl")]
         config = resolve("ppo", PpoConfig(), flags)
         questions = read_questions_of(config.data, config.mixture)
@@ -125,21 +135,23 @@ class Seed:
         state.go_back(checkpoint.read(output / f"checkpoint-{max(checkpoint.folders_by_step(output))}"))
         sampled = RoundSampler(config, questions, engine, retrieve, None).sample(1, Stopwatch())
         batch = Batch.of(sampled.rollouts())
-        batch = batch.with_trainer_logprobs(
-            learner.policy_logprobs(batch)
-        )  # by the pass that the reference has: no rounding
+        # The log-probabilities of both models come from the same pass of the learner, so that rounding adds
+        # nothing to the KL. Those of the engine would differ by rounding.
+        batch = batch.with_trainer_logprobs(learner.policy_logprobs(batch))
         return kl_on_policy(replace(batch, reference=learner.reference_logprobs(batch)))
 
 
 def summary(runs: list[dict], name: str, budget: float) -> str:
-    """One line on the runs `name` of all seeds."""
+    """Returns one line on the runs `name` of all seeds: their scores, and whether they pass for a KL budget."""
     losses = [run["cold_em"] - run[name]["em"] for run in runs]
     kls = [run[name]["kl"] for run in runs]
-    loss, kl = statistics.fmean(losses), statistics.fmean(kls)
-    inside = INSIDE[0] * budget <= kl <= INSIDE[1] * budget
+    loss = statistics.fmean(losses)
+    kl = statistics.fmean(kls)
+    lowest, highest = KL_BOUNDS
+    inside = lowest * budget <= kl <= highest * budget
     verdict = f"{'passes' if loss <= MOST_LOSS and inside else 'does not pass'} for a budget of {budget:g}"
-    each = ", ".join(f"{run['cold_em']:.3f} -> {run[name]['em']:.3f} (KL {run[name]['kl']:.2g})" for run in runs)
-    return f"{name}: EM {each}; mean loss {loss:+.4f}, mean KL {kl:.2g}: {verdict}"
+    by_seed = ", ".join(f"{run['cold_em']:.3f} -> {run[name]['em']:.3f} (KL {run[name]['kl']:.2g})" for run in runs)
+    return f"{name}: EM {by_seed}; mean loss {loss:+.4f}, mean KL {kl:.2g}: {verdict}"
 
 
 def main() -> None:
@@ -166,8 +178,8 @@ def main() -> None:
             "plain": world.learn("plain", []),
             "budgeted": world.learn(f"budgeted-{flags.budget:g}", ["--kl-budget", str(flags.budget)]),
         }
-        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        runs.append(about | conditions | {"date": now} | measured)
+        date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        runs.append(about | conditions | {"date": date} | measured)
         records.add(flags.results / "drift.json", runs[-1])
     for name in ("plain", "budgeted"):
         print(summary(runs, name, flags.budget))

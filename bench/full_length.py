@@ -1,6 +1,6 @@
-"""Rows, prompts and turns of exactly the length that is asked for, so that every contestant does the same work.
+"""Makes rows, prompts and turns of exactly a certain length, so that every contestant does the same work.
 
-Whatever weights a model has: random ones never end a turn, real ones end it early.
+The lengths do not depend on the weights of the model: random weights never end a turn, real ones end it early.
 """
 
 import json
@@ -16,33 +16,40 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rollout.sequence import Sequence
 from r3lite.settings import LengthSettings, ProtocolSettings
 
-ORDINARY = (1000, 100_000)  # ids of ordinary tokens, from and up to
+ORDINARY = (1000, 100_000)  # ids of ordinary tokens, which are not special: from the first up to the second
+WORDS = 100  # of a message whose template is measured
+ROWS = 4  # of a file
+TOWNS = 1000  # different queries
 
 
 def full_rows(folder: str, tokens: int, path: Path) -> None:
-    """Writes conversations of exactly so many tokens, nearly all of them the assistant's."""
+    """Writes ROWS conversations of exactly `tokens` tokens, nearly all of which are the assistant's."""
     tokenizer = Tokenizer.load(resolve_folder(folder))
 
     def messages(words: int) -> list[dict]:
         return [{"role": "user", "content": "q"}, {"role": "assistant", "content": " a" * words}]
 
-    given = len(tokenizer.chat(messages(100))[0]) - 100
-    row = {"messages": messages(tokens - given)}
-    path.write_text("".join(json.dumps(row) + "\n" for _ in range(4)), encoding="utf-8")
+    template_tokens = len(tokenizer.chat(messages(WORDS))[0]) - WORDS  # a word is a token
+    row = {"messages": messages(tokens - template_tokens)}
+    path.write_text("".join(json.dumps(row) + "\n" for _ in range(ROWS)), encoding="utf-8")
 
 
 def full_question(folder: str, where: Path, tokens: int) -> list[str]:
-    """The flags of RL on one question whose prompt takes so many tokens; writes the files that they name."""
+    """Writes a question whose prompt has exactly `tokens` tokens; returns the flags of RL on it.
+
+    The files are written into the folder `where`.
+    """
     tokenizer = Tokenizer.load(resolve_folder(folder))
     words = " a" * (tokens - len(tokenizer.open_chat(" b", None)))
-    data, prompt = where / "data.jsonl", where / "prompt.txt"
+    data = where / "data.jsonl"
+    prompt = where / "prompt.txt"
     data.write_text(json.dumps({"id": "1", "question": "b", "answer": "x"}) + "\n", encoding="utf-8")
     prompt.write_text(words + " {question}", encoding="utf-8")
     return ["--data", str(data), "--init-prompt", str(prompt), "--retriever", "none", "--max-hops", "1"]
 
 
 def full_trace(folder: str, where: Path, tokens: int) -> list[str]:
-    """The flags of a teacher's trace of so many tokens for the question of `full_question`; writes its file."""
+    """Writes a teacher's trace of `tokens` tokens for the question of `full_question`; returns its flags."""
     protocol = build_protocol(ProtocolSettings(init_prompt=str(where / "prompt.txt")))
     layout = Layout(Tokenizer.load(resolve_folder(folder)), protocol, LengthSettings())
 
@@ -59,14 +66,17 @@ def full_trace(folder: str, where: Path, tokens: int) -> list[str]:
 
 
 def full_prompts(batch: int, tokens: int) -> list[list[int]]:
-    """Random ordinary tokens, every row its own, the same for every contestant."""
+    """Returns `batch` rows of random ordinary tokens. Every call returns the same rows, for all contestants."""
     stream = random.Random(0)
     return [[stream.randrange(*ORDINARY) for _ in range(tokens)] for _ in range(batch)]
 
 
 @dataclass
 class FullTurns(Layout):
-    """Every turn has `max_new_tokens` tokens, whatever they are; `searches` turns search, and the next one answers."""
+    """A layout in which every turn ends after `max_new_tokens` tokens, whatever they are.
+
+    The first `searches` turns search, and the next one answers.
+    """
 
     searches: int = 0
 
@@ -75,7 +85,7 @@ class FullTurns(Layout):
 
     def close_turn(self, sequence: Sequence) -> None:
         if len(sequence.steps) < self.searches:
-            query = f"the river of town {sequence.stream.source.randrange(1000)}"
+            query = f"the river of town {sequence.stream.source.randrange(TOWNS)}"
             sequence.add_step(Step.asking("analysis", query))
             sequence.pending = (query,)
         else:
@@ -84,6 +94,6 @@ class FullTurns(Layout):
 
 
 def check_lengths(sequences: list[Sequence], sampled: int) -> None:
-    """Stops a bench whose episodes did not sample so many tokens each: its figures would be of other work."""
+    """Raises AssertionError unless each episode sampled `sampled` tokens: the figures would be of other work."""
     lengths = [sum(sequence.action_mask) for sequence in sequences]
     assert lengths == [sampled] * len(sequences), f"{sampled} tokens each were to be sampled, not {lengths}"

@@ -1,10 +1,11 @@
-"""Full fine-tuning in bf16 with 8-bit moments (`sft --no-lora`) beside AdamW in fp32: the loss of each step.
+"""Compares the losses of full fine-tuning in bf16 with 8-bit moments (`sft --no-lora`) and of AdamW in fp32.
 
     python -m bench.full_tuning --model FOLDER --data ROWS.jsonl --adamw A.jsonl    # transformers, all in fp32
     python -m bench.full_tuning --model FOLDER --data ROWS.jsonl --compare RUN A.jsonl --output RESULT.json
 
-Both take the same rows in the same order; the second line compares the run folder of `sft --no-lora` with the flags
-that `flags` lists. AdamW clips all gradients together to a norm of 1, as its users do.
+The first command trains with AdamW in fp32. The second compares its log with RUN, the folder of a run of
+`sft --no-lora` with the flags that the function `flags` returns. Both train on the same rows in the same order. AdamW
+clips all gradients together to a norm of 1, as is usual.
 """
 
 import argparse
@@ -27,23 +28,32 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.settings import LengthSettings, SftConfig
 from r3lite.training import metrics, optim
 
-STEPS, TOKENS, DOCUMENT, RATE = 200, 256, 24, 2e-5
+STEPS = 200
+TOKENS = 256  # of a row at most
+DOCUMENT_TOKENS = 24  # of a document at most
+RATE = 2e-5  # learning rate
+LAST_STEPS = 50  # whose mean loss is compared, too
+MAX_NORM = 1.0  # to which AdamW clips the gradients
 
 
 def flags(model: str, data: str, prompts: Path) -> list[str]:
-    """Those of the compared run but --no-lora, --dtype and --output; its prompts are short, as its rows are."""
-    init, step = prompts / "init.txt", prompts / "step.txt"
+    """Returns the flags of the compared run, without --no-lora, --dtype and --output.
+
+    Writes two short prompts into the folder `prompts`, because long ones would not fit into the short rows.
+    """
+    init = prompts / "init.txt"
+    step = prompts / "step.txt"
     init.write_text("{question}")
     step.write_text("{documents}")
-    chosen = ["--model", model, "--data", data, "--max-steps", str(STEPS), "--max-length", str(TOKENS)]
-    chosen += ["--max-document-tokens", str(DOCUMENT)]
-    chosen += ["--batch-size", "1", "--gradient-accumulation", "1", "--learning-rate", str(RATE)]
-    chosen += ["--init-prompt", str(init), "--step-prompt", str(step)]
-    return [*chosen, "--validation-rows", "24", "--validate-every", str(STEPS), "--save-every", "0"]
+    words = ["--model", model, "--data", data, "--max-steps", str(STEPS), "--max-length", str(TOKENS)]
+    words += ["--max-document-tokens", str(DOCUMENT_TOKENS)]
+    words += ["--batch-size", "1", "--gradient-accumulation", "1", "--learning-rate", str(RATE)]
+    words += ["--init-prompt", str(init), "--step-prompt", str(step)]
+    return [*words, "--validation-rows", "24", "--validate-every", str(STEPS), "--save-every", "0"]
 
 
 def adamw(model: str, data: str, output: Path) -> None:
-    """Writes a line of JSON for each step of AdamW in fp32."""
+    """Trains with AdamW in fp32, and writes a line of JSON for each step."""
     from transformers import AutoModelForCausalLM
 
     config = resolve("sft", SftConfig(), flags(model, data, output.parent))
@@ -51,24 +61,33 @@ def adamw(model: str, data: str, output: Path) -> None:
     tokenizer = Tokenizer.load(resolve_folder(model), "auto")
     lengths = LengthSettings(max_length=TOKENS, max_document_tokens=config.sft.max_document_tokens)
     layouts = {name: Layout(tokenizer, protocol, lengths) for name, protocol in protocols.items()}
-    trained, held_out = encode_rows_of(rows, layouts), encode_fitting(validation, layouts)
+    training_rows = encode_rows_of(rows, layouts)
+    held_out = encode_fitting(validation, layouts)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(network.parameters(), RATE, weight_decay=0.0)
 
     def loss_of(row) -> tuple[torch.Tensor, int]:
-        ids, mask = torch.tensor([row.tokens]), torch.tensor(row.action_mask)[1:].bool()
+        """Returns the sum of the losses of a row's trained tokens, and their number."""
+        ids = torch.tensor([row.tokens])
+        mask = torch.tensor(row.action_mask)[1:].bool()
         logits = network(input_ids=ids).logits[0, :-1][mask, : tokenizer.size]
         return F.cross_entropy(logits, ids[0, 1:][mask], reduction="sum"), int(mask.sum())
 
     output.write_text("")
     for step in range(1, STEPS + 1):
         start = time.process_time()
-        (chosen,) = rows_of_step(step, len(trained), 1, config.common.seed, None)
-        loss, count = loss_of(trained[chosen])
+        (index,) = rows_of_step(step, len(training_rows), per_step=1, seed=config.common.seed, row_limit=None)
+        loss, count = loss_of(training_rows[index])
         (loss / count).backward()
-        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
-        shape = config.optimizer.warmup, config.optimizer.min_learning_rate, config.optimizer.learning_rate_schedule
-        optimizer.param_groups[0]["lr"] = RATE * optim.rate_share(step, STEPS, *shape)
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), MAX_NORM)
+        share = optim.rate_share(
+            step,
+            STEPS,
+            warmup=config.optimizer.warmup,
+            floor=config.optimizer.min_learning_rate,
+            schedule=config.optimizer.learning_rate_schedule,
+        )
+        optimizer.param_groups[0]["lr"] = RATE * share
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         record = {"step": step, "loss": loss.item() / count, "grad_norm": float(norm)}
@@ -76,21 +95,25 @@ def adamw(model: str, data: str, output: Path) -> None:
         if step == STEPS:
             network.eval()
             with torch.no_grad():
-                found = [loss_of(row) for row in held_out]
-            record["eval_loss"] = sum(x.item() for x, _ in found) / sum(n for _, n in found)
+                losses = [loss_of(row) for row in held_out]
+            record["eval_loss"] = sum(total.item() for total, _ in losses) / sum(tokens for _, tokens in losses)
         with open(output, "a") as file:
             file.write(json.dumps(record) + "\n")
 
 
-def compare(run: Path, other: Path, output: Path) -> None:
-    """Writes the mean losses of both and how far they are from each other."""
-    ours, theirs = metrics.read(run / run_files.METRICS), metrics.read(other)
+def compare(run: Path, adamw_log: Path, output: Path) -> None:
+    """Writes the mean losses of r3lite's run and of AdamW's log, and their differences in percent of AdamW's."""
+    ours = metrics.read(run / run_files.METRICS)
+    theirs = metrics.read(adamw_log)
     assert len(ours) == len(theirs) == STEPS, (len(ours), len(theirs))
 
-    def mean(found: list[dict], first: int) -> float:
-        return sum(record["loss"] for record in found[first:]) / (STEPS - first)
+    def mean(step_records: list[dict], first: int) -> float:
+        """Returns the mean loss of the steps from index `first` on."""
+        return sum(record["loss"] for record in step_records[first:]) / (STEPS - first)
 
-    pairs = {"mean_loss": (mean(ours, 0), mean(theirs, 0)), "mean_loss_last_50": (mean(ours, 150), mean(theirs, 150))}
+    last = STEPS - LAST_STEPS
+    pairs = {"mean_loss": (mean(ours, 0), mean(theirs, 0))}
+    pairs[f"mean_loss_last_{LAST_STEPS}"] = (mean(ours, last), mean(theirs, last))
     pairs["eval_loss"] = ours[-1]["eval_loss"], theirs[-1]["eval_loss"]
     result = {name: {"r3lite": a, "adamw_fp32": b, "off_percent": 100 * (a - b) / b} for name, (a, b) in pairs.items()}
     about = records.provenance(Precision(torch.bfloat16, torch.device("cpu")))
@@ -106,11 +129,12 @@ def main() -> None:
     parser.add_argument("--adamw", type=Path)
     parser.add_argument("--compare", type=Path, nargs=2)
     parser.add_argument("--output", type=Path)
-    given = parser.parse_args()
-    if given.adamw:
-        adamw(given.model, given.data, given.adamw)
+    options = parser.parse_args()
+    if options.adamw:
+        adamw(options.model, options.data, options.adamw)
     else:
-        compare(*given.compare, given.output)
+        run, adamw_log = options.compare
+        compare(run, adamw_log, options.output)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What reinforcement learning can gain with an adapter, before it is begun: answers of samples, noise of gradients.
+"""Estimates what RL can gain with an adapter before it is trained, from sampled answers and the noise of gradients.
 
     python -m bench.headroom --adapter runs/sft --data dev.jsonl --preset hotpotqa --temperature 0.7
     ... --questions 200 --num-generations 16    # more samples
     ... --groups 0                              # without gradients
 
-Takes the flags of r3lite.ppo that decide what is sampled. --questions of the data are drawn by --seed; each is answered
-greedily, as r3lite.evaluate does, and --num-generations times by sampling. The first --groups of them, whose rewards
-are centered as by RLOO, also give gradients, by exact match and by recall: how noisy they are, and whether they agree.
-Adds a run to --output and prints tables; bench/headroom_numbers.py says what the numbers are.
+Takes the flags of r3lite.ppo that decide what is sampled. Draws --questions questions of the data by --seed. Answers
+each greedily, as r3lite.evaluate does, and --num-generations times by sampling. For the first --groups questions also
+computes gradients of RLOO's loss, with exact match and with recall as rewards, to see how noisy they are and whether
+the two agree. Adds a run to --output and prints tables; bench/headroom_numbers.py explains the numbers.
 """
 
 import argparse
@@ -44,39 +44,42 @@ from r3lite.rollout.sequence import Sequence as SampledSequence
 from r3lite.settings import PpoConfig, RLSettings
 from r3lite.training import optim
 
-# Sections of ppo's settings that decide what is sampled, and single settings of other sections.
-SECTIONS = ("model", "memory", "data", "mixture", "retrieval", "protocol", "lengths", "sampling", "lora")
-SETTINGS = ("preset", "config", "seed", "batch_size", "num_generations", "micro_batch_size")
+# The settings of ppo that decide what is sampled: whole sections, and single settings of other sections.
+SAMPLING_SECTIONS = ("model", "memory", "data", "mixture", "retrieval", "protocol", "lengths", "sampling", "lora")
+SAMPLING_SETTINGS = ("preset", "config", "seed", "batch_size", "num_generations", "micro_batch_size")
 
 
 @dataclass(frozen=True)
 class Options:
-    """The probe's own flags."""
+    """The flags of this bench that ppo does not have."""
 
-    questions: int
-    groups: int
+    questions: int  # number of questions that are drawn
+    groups: int  # number of questions that also give gradients
     output: Path
 
 
 @dataclass(frozen=True)
 class Group:
-    """The sampled episodes of a question, as the learner takes them, and the rewards [N] of each kind."""
+    """The N sampled episodes of a question, and their rewards."""
 
     rollouts: list[Rollout]  # without rewards
-    rewards: dict[str, list[float]]
+    rewards: dict[str, list[float]]  # [N] by kind of reward: em, recall
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """What was sampled: a row for each question, and the first of them as groups."""
+    """The answers of all questions, and the episodes of the first ones."""
 
-    rows: list[Row]
-    groups: list[Group]
-    failures: int  # questions that are left out, because the retriever failed
+    rows: list[Row]  # one for each question
+    groups: list[Group]  # one for each of the first questions
+    failures: int  # number of questions that are left out because the retriever failed
 
 
 def parse(argv: Sequence[str] | None) -> tuple[PpoConfig, Options]:
-    """The settings of ppo and the probe's own; UsageError for a flag of ppo that would do nothing here."""
+    """Returns the settings of ppo, and the options of this bench.
+
+    Raises UsageError for a flag of ppo that has no effect on what is sampled.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -85,17 +88,17 @@ def parse(argv: Sequence[str] | None) -> tuple[PpoConfig, Options]:
         "--groups", type=int, default=32, metavar="G", help="of these, questions that give gradients; 0: none [32]"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/headroom.json"), help="JSON file to add a run to")
-    options, rest = parser.parse_known_args(argv)
+    options, ppo_flags = parser.parse_known_args(argv)
     if options.questions < 1:
         raise UsageError(f"--questions is {options.questions}; it must be at least 1", code="below-least")
     if options.groups < 0 or options.groups % 2 or options.groups > options.questions:
         wrong = f"--groups is {options.groups}; it must be even, to be halved, and at most --questions"
         raise UsageError(f"{wrong}, {options.questions}", code="too-few-questions")
-    config = resolve("ppo", PpoConfig(), rest)
-    sampling = {name for section in SECTIONS for name in vars(sections(config)[section])}
-    passed = vars(build_parser("ppo", PpoConfig()).parse_known_args(rest)[0])
+    config = resolve("ppo", PpoConfig(), ppo_flags)
+    sampling = {name for section in SAMPLING_SECTIONS for name in vars(sections(config)[section])}
+    passed = vars(build_parser("ppo", PpoConfig()).parse_known_args(ppo_flags)[0])
     for name in passed:
-        if name not in sampling.union(SETTINGS):
+        if name not in sampling.union(SAMPLING_SETTINGS):
             raise UsageError(f"{flag(name)} has no effect on what is sampled: remove it", code="setting-unused")
     config.check_settings("ppo")
     check_required(config)
@@ -106,7 +109,7 @@ def parse(argv: Sequence[str] | None) -> tuple[PpoConfig, Options]:
 
 
 def probe(config: PpoConfig, options: Options) -> dict:
-    """Samples, takes gradients, and returns the run for the results."""
+    """Samples answers, computes gradients, and returns the record of the run."""
     rl = RLSettings(
         algorithm="rloo",
         kl_beta=0.0,
@@ -117,14 +120,14 @@ def probe(config: PpoConfig, options: Options) -> dict:
     config = replace(config, rl=rl)
     questions = read_questions_of(config.data, config.mixture)
     protocols = protocols_of(config.protocol, config.mixture)
-    searching = [question for question in questions if protocols[question.source].can_search] or questions
-    setup = Setup(config.retrieval, searching, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
+    searched_questions = [question for question in questions if protocols[question.source].can_search] or questions
+    setup = Setup(config.retrieval, searched_questions, config.common.seed, skip_bad_rows=config.data.skip_bad_rows)
     retrieve = build_retriever(setup)
     engine, learner, state = rl_setup.build_learning(config, questions)
     run = described(config, learner.precision)
-    drawn = draw(questions, options.questions, config.common.seed)
+    drawn_questions = draw(questions, options.questions, config.common.seed)
     start = time.monotonic()
-    sampled = sample_all(engine, drawn, retrieve, config, options.groups)
+    sampled = sample_all(engine, drawn_questions, retrieve, config=config, group_count=options.groups)
     run |= {"sampling_seconds": round(time.monotonic() - start, 1), "retrieval_failures": sampled.failures}
     run["summary"] = summary(sampled.rows, config.common.seed)
     if sampled.groups:
@@ -137,7 +140,7 @@ def probe(config: PpoConfig, options: Options) -> dict:
 
 
 def described(config: PpoConfig, precision: Precision) -> dict:
-    """What a probe ran with and on."""
+    """Returns the conditions and settings of a run, as its record has them."""
     adapter = name_of(config.model.adapter) if config.model.adapter else "no adapter"
     model = name_of(config.model.model)
     return records.provenance(precision) | {
@@ -154,7 +157,7 @@ def described(config: PpoConfig, precision: Precision) -> dict:
 
 
 def name_of_data(config: PpoConfig) -> str:
-    """The name of the file of --data, or what it is called on the hub, or the names of the sources."""
+    """Returns the name of the file of --data, its name on the hub, or the names of the [[sources]] of --config."""
     data = config.data.data
     if data is None:
         return ", ".join(entry["name"] for entry in config.mixture.sources)
@@ -162,14 +165,17 @@ def name_of_data(config: PpoConfig) -> str:
 
 
 def draw(questions: Sequence[Question], count: int, seed: int) -> list[Question]:
-    """At most `count` questions, drawn by a seed."""
+    """Returns `count` questions drawn at random by a seed, or all of them in random order if there are fewer."""
     return random.Random(f"{seed}/headroom").sample(questions, min(count, len(questions)))
 
 
 def sample_all(
     engine: Engine, questions: Sequence[Question], retrieve: Retrieve, config: PpoConfig, group_count: int
 ) -> Sampled:
-    """The greedy answer and the samples of each question, as many questions at a time as a round of ppo has."""
+    """Returns the greedy answer and the samples of each question; `--batch-size` questions are sampled at a time.
+
+    The first `group_count` questions that the retriever does not fail on become groups.
+    """
     count = config.rl.num_generations
     greedy_engine = greedy(engine)
     rows: list[Row] = []
@@ -177,14 +183,16 @@ def sample_all(
     failures = 0
     for start in range(0, len(questions), config.rl.batch_size):
         block = list(questions[start : start + config.rl.batch_size])
-        best = sample_on_ranks(greedy_engine, ALONE, greedy_engine.run, block, ["greedy"] * len(block), retrieve)
+        greedy_sequences = sample_on_ranks(
+            greedy_engine, ALONE, greedy_engine.run, block, ["greedy"] * len(block), retrieve
+        )
         repeated = [question for question in block for _ in range(count)]
         seeds = [f"{config.common.seed}/headroom/{start + i // count}/{i % count}" for i in range(len(repeated))]
         samples = sample_on_ranks(engine, ALONE, engine.run, repeated, seeds, retrieve)
         for i, question in enumerate(block):
             group = samples[i * count : (i + 1) * count]
             answers = [answer_of(sequence.episode()) for sequence in group]
-            greedy_answer = answer_of(best[i].episode())
+            greedy_answer = answer_of(greedy_sequences[i].episode())
             if greedy_answer is None or None in answers:
                 failures += 1
                 continue
@@ -193,45 +201,55 @@ def sample_all(
             rows.append(Row(question.id, greedy_answer, answers))
     if not rows:
         raise R3LiteError("the retriever failed on every question", "Fix that, and try again.", code="retriever-failed")
-    halved = len(groups) // 2 * 2  # failures may have left an odd number
-    return Sampled(rows, groups[:halved], failures)
+    even = len(groups) // 2 * 2  # the two halves must be equally large; failures may have left an odd number
+    return Sampled(rows, groups[:even], failures)
 
 
 def answer_of(episode: Episode) -> Answer | None:
-    """The answer of an episode; None if the retriever failed, as the episode must not be scored then."""
+    """Returns the answer of an episode; None if the retriever failed, because then it must not be scored."""
     if episode.failure:
         return None
     return Answer(episode.prediction, answer_scores(episode)[0], episode.recall)
 
 
 def group_of(sequences: Sequence[SampledSequence], answers: Sequence[Answer], number: int) -> Group:
-    """The episodes of a question with their rewards; recall is 0 for all if the question has no gold paragraphs."""
-    rollouts = [Rollout(s, [], number) for s in sequences]
+    """Returns the episodes of question `number` with their rewards by exact match and by recall.
+
+    Recall is 0 for all of them if the question has no gold paragraphs.
+    """
+    rollouts = [Rollout(sequence, [], number) for sequence in sequences]
     em = [answer.em for answer in answers]
     recall = [answer.recall or 0.0 for answer in answers]
     return Group(rollouts, {"em": em, "recall": recall})
 
 
 def gradients(learner: Learner, parameters: Sequence[torch.nn.Parameter], groups: Sequence[Group]) -> dict:
-    """The gradients of all groups, summed up; every second group belongs to the second half."""
+    """Computes the gradients of all groups for each reward, and returns their summary.
+
+    Every second group belongs to the second half.
+    """
     sums = {"em": GradientSums(), "recall": GradientSums()}
     for number, group in enumerate(groups):
-        for name, of_reward in sums.items():
-            of_reward.add(number % 2, group_gradient(learner, parameters, group.rollouts, group.rewards[name]))
+        for name, reward_sums in sums.items():
+            gradient = group_gradient(learner, parameters, rollouts=group.rollouts, rewards=group.rewards[name])
+            reward_sums.add(number % 2, gradient)
     return gradient_summary(sums)
 
 
 def group_gradient(
     learner: Learner, parameters: Sequence[torch.nn.Parameter], rollouts: Sequence[Rollout], rewards: Sequence[float]
 ) -> Tensor | None:
-    """The gradient [P] in fp64 of RLOO's loss of a group with these rewards, by the learner's own update without its
-    step; None if the rewards are equal."""
+    """Returns the gradient [P] in fp64 of RLOO's loss of a group with these rewards; None if the rewards are equal.
+
+    The learner computes it as for an update, but takes no optimizer step.
+    """
     if len(set(rewards)) == 1:
         return None
     rewarded = []
     for rollout, reward in zip(rollouts, rewards, strict=True):
-        last = len(rollout.record.action_mask) - 1 - rollout.record.action_mask[::-1].index(True)
-        rewarded.append(replace(rollout, token_rewards=[(last, reward)]))
+        mask = rollout.record.action_mask
+        last_sampled = len(mask) - 1 - mask[::-1].index(True)  # the token that gets the reward
+        rewarded.append(replace(rollout, token_rewards=[(last_sampled, reward)]))
     batch = learner.algorithm.with_advantages(Batch.of(rewarded))
     for parameter in parameters:
         parameter.grad = None
@@ -251,7 +269,7 @@ def group_gradient(
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         config, options = parse(argv)
-        records.read(options.output)  # a file that is not one of runs shows before the work
+        records.read(options.output)  # fails before the work if the file has something else than runs
         run = probe(config, options)
         records.add(options.output, run)
     except UsageError as error:

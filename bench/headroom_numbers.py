@@ -1,4 +1,4 @@
-"""The numbers of bench.headroom, from answers and gradients: pure functions. Knows no model and no files."""
+"""Computes the numbers of bench.headroom from answers and gradients. Its functions use no model and no files."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,25 +12,25 @@ from bench.records import table
 from r3lite.core.answer_match import normalize
 from r3lite.evaluation.intervals import interval, resampled_sums
 
-# What a gain takes; see `decision`.
-SHARPEN = 0.03
-FILTER = 0.15
-ROUNDING = 1e-9  # 0.59 - 0.56 is below 0.03 in floats
-RESAMPLES = 2000
+# Smallest differences of exact match with which `decision` recommends a training.
+SHARPEN = 0.03  # majority - greedy
+FILTER = 0.15  # any - greedy
+ROUNDING = 1e-9  # tolerance: in floats, 0.59 - 0.56 is below 0.03
+RESAMPLES = 2000  # of the bootstrap
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The answer of an episode, blank if it gave none, with its exact match and the recall of gold paragraphs."""
+    """The answer of an episode and its scores."""
 
-    text: str
-    em: float
-    recall: float | None  # None if the question has no gold paragraphs
+    text: str  # blank if the episode has no answer
+    em: float  # exact match
+    recall: float | None  # of gold paragraphs; None if the question has no gold paragraphs
 
 
 @dataclass(frozen=True)
 class Row:
-    """A question with the answer of greedy decoding and those of N samples."""
+    """A question with its greedy answer and the answers of N samples."""
 
     id: str
     greedy: Answer
@@ -38,62 +38,68 @@ class Row:
 
 
 def majority(answers: Sequence[Answer]) -> float:
-    """Exact match of the most frequent answer after normalization, the first of those that are equally frequent.
+    """Returns the exact match of the most frequent answer after normalization; of a tie, that of the first answer.
 
-    Blank answers have no vote. 0 if all are blank.
+    Blank answers have no vote. The result is 0 if all are blank.
     """
-    answers = [answer for answer in answers if answer.text.strip()]
-    if not answers:
+    voters = [answer for answer in answers if answer.text.strip()]
+    if not voters:
         return 0.0
-    votes = Counter(normalize(answer.text) for answer in answers)
-    winner = max(answers, key=lambda answer: votes[normalize(answer.text)])  # the first of the largest
+    votes = Counter(normalize(answer.text) for answer in voters)
+    winner = max(voters, key=lambda answer: votes[normalize(answer.text)])  # max returns the first of a tie
     return winner.em
 
 
 def mean_em(answers: Sequence[Answer]) -> float:
+    """Returns the mean exact match of the answers."""
     return sum(answer.em for answer in answers) / len(answers)
 
 
 def any_em(answers: Sequence[Answer]) -> float:
+    """Returns the exact match of the best answer."""
     return max(answer.em for answer in answers)
 
 
-OF_SAMPLES = {"mean": mean_em, "majority": majority, "any": any_em}
+SAMPLE_MEASURES = {"mean": mean_em, "majority": majority, "any": any_em}
 
 
 def with_full_recall(answers: Sequence[Answer]) -> list[Answer]:
-    """The answers of episodes that retrieved every gold paragraph."""
+    """Returns the answers whose episodes retrieved every gold paragraph."""
     return [answer for answer in answers if answer.recall == 1]
 
 
 def summary(rows: Sequence[Row], seed: int = 0) -> dict:
-    """Exact match of greedy decoding and of the mean, the majority and any of the samples, all means over questions.
+    """Returns the summary of the questions' answers. Exact matches are means over questions.
 
-    `full_recall` has the same of the episodes that retrieved every gold paragraph alone: other episodes have no vote,
-    and questions without such an episode are left out. Greedy answers have their own number of questions there.
-    `over_greedy` has the differences of majority and any from greedy decoding with 95 % intervals by paired bootstrap
-    over the questions; `mixed_groups` the share of questions that have right and wrong samples, `by_right` the share
-    of questions by their number of right samples.
+    all: exact match of greedy decoding, and of the mean, the majority and any of the samples
+    full_recall: the same for episodes that retrieved every gold paragraph. Other episodes have no vote. A question
+        without such a sample is left out, and so is one whose greedy episode is no such episode: hence two numbers of
+        questions.
+    over_greedy: the differences of majority and any from greedy decoding, with 95 % intervals by paired bootstrap over
+        the questions
+    mixed_groups: the share of questions that have right and wrong samples
+    by_right: the share of questions by their number of right samples
+    decision: a sentence on what training can gain
     """
     right = Counter(round(sum(answer.em for answer in row.samples)) for row in rows)
     count = len(rows[0].samples)
-    of_all = _shares([row.samples for row in rows])
-    sampled_in_full = [with_full_recall(row.samples) for row in rows]
-    greedy_in_full = with_full_recall([row.greedy for row in rows])
-    full_recall = _shares([answers for answers in sampled_in_full if answers])
+    all_shares = _shares([row.samples for row in rows])
+    samples_with_full_recall = [with_full_recall(row.samples) for row in rows]
+    greedy_with_full_recall = with_full_recall([row.greedy for row in rows])
+    full_recall = _shares([answers for answers in samples_with_full_recall if answers])
     greedy = mean_em([row.greedy for row in rows])
-    greedy_of_full = mean_em(greedy_in_full) if greedy_in_full else None
+    full_recall_greedy = mean_em(greedy_with_full_recall) if greedy_with_full_recall else None
     differences = np.array(
-        [[OF_SAMPLES[name](row.samples) - row.greedy.em for row in rows] for name in ("majority", "any")]
+        [[SAMPLE_MEASURES[name](row.samples) - row.greedy.em for row in rows] for name in ("majority", "any")]
     )  # [2, questions]
-    sums = resampled_sums(differences[:, :, None], seed, RESAMPLES)[:, :, 0] / len(rows)  # [1 + resamples, 2]
-    over_greedy = {"majority": interval(sums[:, 0]), "any": interval(sums[:, 1])}
+    means = resampled_sums(differences[:, :, None], seed, RESAMPLES)[:, :, 0] / len(rows)  # [1 + resamples, 2]
+    over_greedy = {"majority": interval(means[:, 0]), "any": interval(means[:, 1])}
     return {
-        "all": {"questions": len(rows), "greedy": greedy, **of_all},
+        "all": {"questions": len(rows), "greedy": greedy, **all_shares},
         "full_recall": {
-            "questions": sum(bool(answers) for answers in sampled_in_full),
-            "greedy_questions": len(greedy_in_full),
-            "greedy": greedy_of_full,
+            "questions": sum(bool(answers) for answers in samples_with_full_recall),
+            "greedy_questions": len(greedy_with_full_recall),
+            "greedy": full_recall_greedy,
             **full_recall,
         },
         "over_greedy": over_greedy,
@@ -104,33 +110,37 @@ def summary(rows: Sequence[Row], seed: int = 0) -> dict:
 
 
 def _shares(groups: Sequence[Sequence[Answer]]) -> dict[str, float | None]:
-    """The mean over groups of answers of each measure; None if there are no groups."""
+    """Returns the mean of each measure over groups of answers; None for each if there are no groups."""
     if not groups:
-        return dict.fromkeys(OF_SAMPLES)
-    return {name: sum(map(measure, groups)) / len(groups) for name, measure in OF_SAMPLES.items()}
+        return dict.fromkeys(SAMPLE_MEASURES)
+    return {name: sum(map(measure, groups)) / len(groups) for name, measure in SAMPLE_MEASURES.items()}
 
 
-def decision(sharper: float, best: float) -> str:
-    """Where training can gain, by how much the majority (`sharper`) and any of the samples (`best`) are above greedy
-    decoding."""
-    differences = f"majority - greedy is {sharper:+.3f}, any - greedy {best:+.3f}"
-    if sharper >= SHARPEN - ROUNDING:
+def decision(majority_gain: float, any_gain: float) -> str:
+    """Returns a sentence on what training can gain.
+
+    The gains are the differences in exact match of the majority and of any of the samples from greedy decoding.
+    """
+    differences = f"majority - greedy is {majority_gain:+.3f}, any - greedy {any_gain:+.3f}"
+    if majority_gain >= SHARPEN - ROUNDING:
         return f"{differences}: sampling can be sharpened (RL on answers)"
-    if best >= FILTER - ROUNDING:
+    if any_gain >= FILTER - ROUNDING:
         return f"{differences}: filtering own samples, or pairs of right and wrong ones"
     return f"{differences}: reading is bound by capacity; neither RL on answers nor filtering has much to gain"
 
 
 def noise_scale(small: float, large: float, sizes: tuple[int, int]) -> dict[str, float | None]:
-    """The simple noise scale of a gradient (arXiv 1812.06162, appendix A.1), from the mean squared norms of the mean
-    gradients of batches of two `sizes` b < B.
+    """Returns the simple noise scale of a gradient (arXiv 1812.06162, appendix A.1), in groups.
+
+    G_b and G_B are the mean gradients of batches of `sizes` b < B groups; `small` and `large` are the means of their
+    squared norms.
 
     signal  |G|^2 = (B |G_B|^2 - b |G_b|^2) / (B - b), the squared norm of the true gradient
     noise   tr(S) = (|G_b|^2 - |G_B|^2) / (1 / b - 1 / B), the trace of the covariance of one group's gradient
-    scale   tr(S) / |G|^2: in a step of so many groups, half is signal and half is noise
+    scale   tr(S) / |G|^2, the number of groups with which a step is half signal and half noise
 
-    Both estimates are unbiased, so that the signal may come out negative: then the gradient cannot be seen in so few
-    groups, and the scale is None.
+    The estimates of signal and noise are unbiased, so the signal may come out negative. Then these groups are too few
+    to see the gradient, and the scale is None.
     """
     b, B = sizes
     signal = (B * large - b * small) / (B - b)
@@ -139,14 +149,14 @@ def noise_scale(small: float, large: float, sizes: tuple[int, int]) -> dict[str,
 
 
 def cosine(a: Tensor, b: Tensor) -> float | None:
-    """The cosine of two vectors; None if one of them is 0."""
+    """Returns the cosine of two vectors; None if one of them is 0."""
     norms = float(a.norm()) * float(b.norm())
     return float(a @ b) / norms if norms else None
 
 
 @dataclass
 class GradientSums:
-    """The gradients [P] of groups by one reward, summed up over each half of the groups."""
+    """Sums of the gradients [P] of groups for one kind of reward, over each half of the groups."""
 
     halves: list[Tensor] = field(default_factory=list)  # two sums [P], in fp64
     counts: list[int] = field(default_factory=lambda: [0, 0])  # groups of each half
@@ -154,7 +164,10 @@ class GradientSums:
     mixed: int = 0  # groups whose rewards differ
 
     def add(self, half: int, gradient: Tensor | None) -> None:
-        """Adds the gradient of a group to a half, 0 or 1; None if its rewards are equal, which makes it 0."""
+        """Adds the gradient of a group to a half, 0 or 1.
+
+        None stands for a gradient of 0: that of a group with equal rewards.
+        """
         self.counts[half] += 1
         if gradient is None:
             return
@@ -166,13 +179,14 @@ class GradientSums:
 
     @property
     def groups(self) -> int:
+        """The number of groups so far."""
         return sum(self.counts)
 
     def summary(self) -> dict:
-        """The share of groups whose rewards differ, the noise scale in groups, and the cosine of the two halves.
+        """Returns the share of groups whose rewards differ, the noise scale, and the cosine of the two halves.
 
-        The noise scale is estimated twice: from single groups and all of them, which is more exact, and from the two
-        halves and all of them (`of_halves`).
+        The noise scale is estimated twice: `noise_scale` compares single groups with all groups and is more exact;
+        `of_halves` compares the halves with all groups.
         """
         share = {"mixed_groups": self.mixed / self.groups}
         if not self.halves:
@@ -191,34 +205,36 @@ class GradientSums:
 
 
 def gradient_summary(sums: dict[str, GradientSums]) -> dict:
-    """The summary of the gradient of each reward, and the cosine between that of EM and that of recall.
+    """Returns the summary of each reward's gradient, and the cosine of the gradients by EM and by recall.
 
-    The cosine over the same episodes has their noise in common; `across_halves`, the mean of the cosines between one
-    reward's gradient of a half and the other's of the other half, has not.
+    `value` is the cosine over all groups: both gradients are of the same episodes, so they share noise, which
+    raises it. `across_halves` shares no noise: it is the mean of the cosines between the gradient by one reward of one
+    half and the gradient by the other reward of the other half.
     """
-    result: dict = {name: of_reward.summary() for name, of_reward in sums.items()}
-    em, recall = sums["em"].halves, sums["recall"].halves
+    result: dict = {name: reward_sums.summary() for name, reward_sums in sums.items()}
+    em = sums["em"].halves
+    recall = sums["recall"].halves
     if em and recall:
         across = [cosine(em[0], recall[1]), cosine(em[1], recall[0])]
-        of_all = cosine(em[0] + em[1], recall[0] + recall[1])
+        same_episodes = cosine(em[0] + em[1], recall[0] + recall[1])
         mean = None if None in across else sum(across) / 2
-        result["cosine_em_recall"] = {"value": of_all, "across_halves": mean}
+        result["cosine_em_recall"] = {"value": same_episodes, "across_halves": mean}
     return result
 
 
 def tables(run: dict) -> str:
-    """What a probe prints: exact match, the groups by their right samples, gradients, and the decision."""
+    """Returns the text that bench.headroom prints: exact match, groups by right samples, gradients, the decision."""
     count = run["num_generations"]
     titles = {"mean": f"mean of {count}", "majority": f"majority of {count}", "any": f"any of {count}"}
     rows = []
     for key, title in (("all", "all"), ("full_recall", "full recall")):
         shares = run["summary"][key]
-        row = {"EM": title, "questions": shares["questions"], "greedy": _shown(shares["greedy"])}
-        rows.append(row | {titles[name]: _shown(shares[name]) for name in OF_SAMPLES})
-    over = {"EM": "over greedy"}
+        row = {"EM": title, "questions": shares["questions"], "greedy": _cell(shares["greedy"])}
+        rows.append(row | {titles[name]: _cell(shares[name]) for name in SAMPLE_MEASURES})
+    differences = {"EM": "over greedy"}
     for name, entry in run["summary"]["over_greedy"].items():
-        over[titles[name]] = f"{entry['value']:+.3f} ({entry['low']:+.3f} to {entry['high']:+.3f})"
-    rows.append(over)
+        differences[titles[name]] = f"{entry['value']:+.3f} ({entry['low']:+.3f} to {entry['high']:+.3f})"
+    rows.append(differences)
     right = {f"right of {count}": "share of questions"}
     right |= {number: f"{share:.2f}" for number, share in run["summary"]["by_right"].items()}
     mixed = f"Groups with right and wrong samples: {run['summary']['mixed_groups']:.2f}"
@@ -230,20 +246,22 @@ def tables(run: dict) -> str:
 
 
 def _gradient_tables(gradient: dict, count: int) -> list[str]:
+    """Returns the table of gradients, and a sentence on their cosine if there is one; groups have `count` samples."""
     rows = []
     for name in ("em", "recall"):
-        of_reward = gradient[name]
-        row = {"gradient of": name, "groups that differ": f"{of_reward['mixed_groups']:.2f}"}
+        reward_summary = gradient[name]
+        row = {"gradient of": name, "groups that differ": f"{reward_summary['mixed_groups']:.2f}"}
         for key, title in (("noise_scale", f"noise scale in groups of {count}"), ("of_halves", "from halves")):
-            estimate = of_reward[key]
-            row[title] = "-" if estimate is None else _shown(estimate["scale"], 1, "not seen")
-        rows.append(row | {"cosine of halves": _shown(of_reward["cosine_of_halves"])})
+            estimate = reward_summary[key]
+            row[title] = "-" if estimate is None else _cell(estimate["scale"], 1, "not seen")
+        rows.append(row | {"cosine of halves": _cell(reward_summary["cosine_of_halves"])})
     parts = [table(rows)]
     if cosines := gradient.get("cosine_em_recall"):
-        across = _shown(cosines["across_halves"])
-        parts.append(f"Cosine of the gradients of EM and recall: {_shown(cosines['value'])}; across halves {across}")
+        across = _cell(cosines["across_halves"])
+        parts.append(f"Cosine of the gradients of EM and recall: {_cell(cosines['value'])}; across halves {across}")
     return parts
 
 
-def _shown(value: float | None, digits: int = 3, without: str = "-") -> str:
-    return without if value is None else f"{value:.{digits}f}"
+def _cell(value: float | None, digits: int = 3, missing: str = "-") -> str:
+    """Returns a number with so many decimal places, or `missing` for None."""
+    return missing if value is None else f"{value:.{digits}f}"

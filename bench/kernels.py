@@ -1,13 +1,12 @@
-"""Kernels that a card is asked to launch and bytes that it is asked to move, by r3lite and by transformers + peft.
+"""Counts the kernels that a card launches and the bytes that they move, for r3lite and for transformers + peft.
 
     python -m bench.kernels                        # in bf16; JSON and a page under bench/results
     python -m bench.kernels --dtype fp32 --only decode sft nf4
 
-Everything is counted on the simulated card (bench/stress/simulated_cuda.py) with the published widths, one and two
-layers and random weights; no model is needed. It takes minutes of a core, and 5 GB of the host's memory for SFT of
-2,048 tokens: all logits of transformers exist at once. Then each piece of work is predicted for the cards of
-r3lite/devices/cards.py, by the rule of r3lite/memory/duration.py. bench/counted.py says what work is done,
-bench/kernels_page.py what the page tells.
+All counts are of a simulated card (bench/stress/simulated_cuda.py) and of models with the published widths, one and two
+layers and random weights, so no model files are needed. Counting takes minutes on one core. SFT of 2,048 tokens needs
+5 GB of host memory, because transformers holds all logits at once. The counts then give predicted times on the cards of
+r3lite/devices/cards.py (bench/by_layer.py). bench/counted.py does the work, bench/kernels_page.py makes the page.
 """
 
 import argparse
@@ -33,8 +32,12 @@ from r3lite.models.compiled import missing_compiler
 from r3lite.models.nf4 import code_points, dense_blocks, quantize
 from r3lite.models.stacks import stacks
 
-BATCHES, PROMPT, ROW, LONG_ROW = (1, 8, 32), 512, 512, 2048
-KINDS: dict[str, tuple[Callable, tuple[str, ...]]] = {  # what counts the work, and the sizes of the model
+BATCHES = (1, 8, 32)  # rows of decoding
+PROMPT = 512  # tokens of prefill
+ROW = 512  # tokens of an SFT row
+LONG_ROW = 2048  # tokens of a long SFT row
+# For each kind of work the function that does and counts it, and the sizes of the models that it is counted for.
+KINDS: dict[str, tuple[Callable, tuple[str, ...]]] = {
     "decode": (partial(counted.decode, batches=BATCHES), ("0.5B",)),
     "prefill": (partial(counted.prefill, tokens=PROMPT), ("0.5B",)),
     "sft": (partial(counted.training, tokens=ROW), ("0.5B",)),
@@ -46,13 +49,19 @@ MB = 1e6
 
 
 def weights_of(shape: ModelConfig) -> int:
-    """Weights of a layer that can be in NF4: those of its linear layers."""
-    return sum(out * into for out, into in layer_tensors(shape, taps=0).linears.values())
+    """Returns the number of a layer's weights that can be in NF4: those of its linear projections."""
+    return sum(outputs * inputs for outputs, inputs in layer_tensors(shape, taps=0).linears.values())
 
 
-def record(piece: Work, found: Split, size: str, dtype: torch.dtype) -> dict:
-    """A row of the results."""
-    layer, outside, layers = found.layer, found.outside, SHAPES[size].num_hidden_layers
+def record(piece: Work, split: Split, size: str, dtype: torch.dtype) -> dict:
+    """Returns the record of a piece of work by a model of a size, from its split counts.
+
+    launches, waits and copies are of the whole model. passes are the bytes outside the layers, without those of the
+    head's weight, as a multiple of the bytes of the logits; head_passes are those of the head's weight.
+    """
+    layer = split.layer
+    outside = split.outside
+    layers = SHAPES[size].num_hidden_layers
     row = {"size": size, "work": piece.name, "by": piece.by}
     for name, counts in (("layer", layer), ("outside", outside)):
         row |= {f"kernels_{name}": counts.kernels, f"mb_{name}": round(moved(counts) / MB, 3)}
@@ -62,27 +71,37 @@ def record(piece: Work, found: Split, size: str, dtype: torch.dtype) -> dict:
     if piece.logits:
         row["passes"] = round((moved(outside) - piece.head) / piece.logits, 2)
         row["head_passes"] = round(piece.head / piece.logits, 2)
-    return row | {"seconds": on_cards(found, layers, dtype), "operators": operators(found) if piece.by == OURS else {}}
+    row["seconds"] = on_cards(split, layers, dtype)
+    row["operators"] = operators(split) if piece.by == OURS else {}
+    return row
 
 
-def operators(found: Split) -> dict[str, list[float]]:
-    """By operator, those that move most first: kernels and MB of a layer, and outside."""
-    both = found.layer.moved + found.outside.moved
-    names = [name for name, _ in both.most_common()]
-    names += [n for n in {**found.layer.operators, **found.outside.operators} if n not in both]
-    return {
-        name: [x for c in (found.layer, found.outside) for x in (c.operators[name], round(c.moved[name] / MB, 3))]
-        for name in names
-    }
+def operators(split: Split) -> dict[str, list[float]]:
+    """Returns the counts of each operator: kernels and MB of a layer, kernels and MB outside the layers.
+
+    The operators that move most bytes come first.
+    """
+    layer = split.layer
+    outside = split.outside
+    moved_bytes = layer.moved + outside.moved
+    names = [name for name, _ in moved_bytes.most_common()]
+    names += [name for name in {**layer.operators, **outside.operators} if name not in moved_bytes]
+    figures = {}
+    for name in names:
+        figures[name] = []
+        for counts in (layer, outside):
+            figures[name] += [counts.operators[name], round(counts.moved[name] / MB, 3)]
+    return figures
 
 
 def measure(kind: str, size: str, dtype: torch.dtype) -> list[dict]:
-    """The records of one kind of work on a model of one size."""
+    """Counts one kind of work by a model of one size, and returns a record of each piece of it."""
     work, _ = KINDS[kind]
-    found = split(work, SHAPES[size], QWEN_TOKENS, dtype)
-    rows = [record(piece, counts, size, dtype) for piece, counts in found.items()]
+    splits = split(work, SHAPES[size], tokens=QWEN_TOKENS, dtype=dtype)
+    rows = [record(piece, counts, size=size, dtype=dtype) for piece, counts in splits.items()]
     if kind == "nf4":
-        rows[0]["bytes_a_weight"] = round(bytes_a_weight(*found.values(), SHAPES[size], dtype), 2)
+        nf4, dense = splits.values()
+        rows[0]["bytes_a_weight"] = round(bytes_a_weight(nf4, dense, shape=SHAPES[size], dtype=dtype), 2)
         if reason := missing_compiler(torch.device("cpu")):
             print(f"not counted with --compile: {reason}", flush=True)
         else:
@@ -91,22 +110,29 @@ def measure(kind: str, size: str, dtype: torch.dtype) -> list[dict]:
 
 
 def bytes_a_weight(nf4: Split, dense: Split, shape: ModelConfig, dtype: torch.dtype) -> float:
-    """Bytes moved for each weight of a layer and product: what NF4 adds, and the weight that the product reads."""
+    """Returns the bytes that are moved for each weight of a layer when a product uses it.
+
+    They are the bytes that NF4 adds to a layer with dense weights, and the dense weight that the product reads.
+    """
     return (moved(nf4.layer) - moved(dense.layer)) / weights_of(shape) + dtype.itemsize
 
 
 def compiled_bytes_a_weight(shape: ModelConfig, dtype: torch.dtype) -> float:
-    """The same with --compile: what the kernels that make the weights dense move, and the weight that a product reads.
+    """Returns the bytes of `bytes_a_weight` with --compile.
 
-    As Inductor, which writes these kernels, counts what each of them reads and writes. They are compiled for the CPU,
-    because a card's compiler needs a card.
+    They are the bytes that the kernels which dequantize the weights move, and those of the dense weight that a product
+    reads. Inductor writes these kernels and counts what each reads and writes. They are compiled for the CPU, because a
+    card's compiler needs a card.
     """
     from torch._inductor import compile_fx, config, metrics
 
-    sizes, total = layer_tensors(shape, taps=0).linears, 0
-    compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # or nothing is counted
+    sizes = layer_tensors(shape, taps=0).linears  # rows and columns by name
+    total = 0
+    compile_fx.inductor_metrics_log.setLevel(logging.INFO)  # at other levels nothing is counted
     for stack in stacks(sizes):
-        weight = quantize(torch.randn(sum(sizes[name][0] for name in stack), sizes[stack[0]][1]))
+        rows = sum(sizes[name][0] for name in stack)
+        columns = sizes[stack[0]][1]
+        weight = quantize(torch.randn(rows, columns))
         torch._dynamo.reset()
         metrics.reset()
         with torch.no_grad(), config.patch(force_disable_caches=True):
@@ -125,13 +151,13 @@ def main() -> None:
     dtype = DTYPES[flags.dtype]
     counted.import_peers()
     for kind in flags.only:
-        found: list[dict] = []
+        counted_records: list[dict] = []
         provenance = records.provenance(Precision(dtype, torch.device("cpu")))
-        run = {"section": kind, **provenance, "note": "", "records": found}
+        run = {"section": kind, **provenance, "note": "", "records": counted_records}
         for size in KINDS[kind][1]:
-            new = measure(kind, size, dtype)
-            print(kernels_page.counts(new), flush=True)
-            found += new
+            size_records = measure(kind, size, dtype)
+            print(kernels_page.counts(size_records), flush=True)
+            counted_records += size_records
             runs = records.add(flags.results / "kernels-simulated.json", run)
             write_text(flags.results / "kernels.md", kernels_page.page(runs))
 

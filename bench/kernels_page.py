@@ -1,4 +1,4 @@
-"""The page bench/results/kernels.md: what was counted, what was to be reached, and what cards are predicted to take."""
+"""The page bench/results/kernels.md: the counts of bench.kernels, its goals, and predicted times on cards."""
 
 from bench import records
 from bench.contest import OURS
@@ -44,11 +44,17 @@ kernel, in graphs too. Bytes are those of the tables above, so caches save none 
 peaks make it shorter. Bandwidth and operations are the peaks of data sheets, whose sources `docs/cards.md` names. It
 is told whether or not the work fits into the card's memory."""
 HALF = " Cards without bf16 run fp16, with as many bytes; training then has a few kernels more, which scale the loss."
-SHOWN = ("decoding, batch 8", "prefill, 512 tokens", "SFT, 512 tokens", "decoding, batch 1, NF4")  # by operator
-COLUMNS = ("kernels_layer", "mb_layer", "kernels_outside", "mb_outside")  # of a record's operators
-MOST = 6  # operators that are named
-# What was to be reached: the first words of the work, who, the column, the most it may be.
-REACHES = (
+BY_OPERATOR = (
+    "decoding, batch 8",
+    "prefill, 512 tokens",
+    "SFT, 512 tokens",
+    "decoding, batch 1, NF4",
+)  # works that have a table of operators
+COLUMNS = ("kernels_layer", "mb_layer", "kernels_outside", "mb_outside")  # the figures of an operator, in this order
+TOP_OPERATORS = 6  # that are named if a goal is missed
+SIZE = "0.5B"  # model whose operators are shown
+# The goals: name in the table, first words of the name of the work (see `is_of`), contestant, column, largest value.
+GOALS = (
     ("launches a layer, decoding", "decoding, batch", OURS, "kernels_layer", 24),
     ("launches outside the layers, decoding, up to the last norm", "decoding, batch", MODEL, "kernels_outside", 30),
     ("the same with head and sampling", "decoding, batch", OURS, "kernels_outside", 30),
@@ -61,61 +67,70 @@ REACHES = (
 
 
 def page(runs: list[dict]) -> str:
+    """Returns the page: the newest run of each kind of work, by precision."""
     newest = {(run["precision"], run["section"]): run for run in runs}
     parts = [PAGE.format(model=MODEL, again=RECOMPUTED.removeprefix(", "))]
     for precision in dict.fromkeys(precision for precision, _ in newest):
-        of_it = [run for (name, _), run in newest.items() if name == precision]
-        found = [record for run in of_it for record in run["records"]]
-        rows = list({(row["work"], row["size"], row["by"]): row for row in found}.values())  # one is counted twice
-        parts += [f"## {precision}", *dict.fromkeys(map(records.conditions, of_it))]
+        precision_runs = [run for (name, _), run in newest.items() if name == precision]
+        all_rows = [record for run in precision_runs for record in run["records"]]
+        # Decoding at batch 1 is counted by two kinds of work; one row of it is shown.
+        rows = list({(row["work"], row["size"], row["by"]): row for row in all_rows}.values())
+        parts += [f"## {precision}", *dict.fromkeys(map(records.conditions, precision_runs))]
         parts += ["### What was to be reached", records.table(reached(rows)), REACH]
         parts += ["### Counts", counts(rows), "### Predicted times on cards"]
         parts += [PREDICTED + (HALF if precision != "fp32" else ""), times(rows), "### r3lite by operator"]
         for row in rows:
-            if row["work"] in SHOWN and row["by"] == OURS and row["size"] == "0.5B":
+            if row["work"] in BY_OPERATOR and row["by"] == OURS and row["size"] == SIZE:
                 parts += [f"{row['work']}, {row['size']}:", by_operator(row)]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def is_of(record: dict, words: str) -> bool:
-    """Whether a record's work is meant by these words; NF4 and recomputed layers are works of their own."""
+    """Returns whether a record is of the work that a goal names by its first words.
+
+    Work in NF4 is named by "NF4" only. Work with recomputed layers is never meant.
+    """
     if words == "NF4" or record["work"].endswith("NF4"):
         return words == "NF4" and record["work"].endswith("NF4")
     return record["work"].startswith(words) and not record["work"].endswith(RECOMPUTED)
 
 
 def reached(rows: list[dict]) -> list[dict]:
-    """Each figure that was to be reached and what was counted, by work or size if they differ.
+    """Returns a row for each goal: its limit, the counted values of all works and sizes, and whether it is met.
 
-    What was not reached is told in parts: the operators that most of it is.
+    If it is not met, the row names the operators with the largest shares of the worst value.
     """
-    parts = []
-    for what, words, by, column, most in REACHES:
-        found = [row for row in rows if row["by"] == by and column in row and is_of(row, words)]
-        if found:
-            worst = max(found, key=lambda row: row[column])
-            met = worst[column] <= most
-            shown = " / ".join(map(str, dict.fromkeys(row[column] for row in found)))
-            parts.append({"what": what, "at most": most, "counted": shown, "met": "yes" if met else "no"})
-            parts[-1]["of that"] = None if met else consists_of(worst, column)
-    return parts
+    goal_rows = []
+    for title, words, by, column, limit in GOALS:
+        goal_records = [row for row in rows if row["by"] == by and column in row and is_of(row, words)]
+        if goal_records:
+            worst = max(goal_records, key=lambda row: row[column])
+            met = worst[column] <= limit
+            values = " / ".join(map(str, dict.fromkeys(row[column] for row in goal_records)))
+            goal_rows.append({"what": title, "at most": limit, "counted": values, "met": "yes" if met else "no"})
+            goal_rows[-1]["of that"] = None if met else consists_of(worst, column)
+    return goal_rows
 
 
 def consists_of(row: dict, column: str) -> str:
-    """The MOST operators that have most of a column's kernels, or of a layer's MB."""
-    at = COLUMNS.index(column if column in COLUMNS else "mb_layer")
-    figures = sorted(((f[at], name) for name, f in row["operators"].items()), reverse=True)[:MOST]
-    unit = " MB" if COLUMNS[at] == "mb_layer" else ""
-    return ", ".join(f"{figure:g}{unit} {operator(name)}" for figure, name in figures)
+    """Returns the TOP_OPERATORS operators with the largest shares of a column.
+
+    Operators have the figures of COLUMNS only; for any other column their shares of a layer's MB are shown.
+    """
+    index = COLUMNS.index(column if column in COLUMNS else "mb_layer")
+    pairs = [(figures[index], name) for name, figures in row["operators"].items()]
+    top = sorted(pairs, reverse=True)[:TOP_OPERATORS]
+    unit = " MB" if COLUMNS[index] == "mb_layer" else ""
+    return ", ".join(f"{figure:g}{unit} {operator(name)}" for figure, name in top)
 
 
 def operator(name: str) -> str:
-    """An operator as the tables show it."""
+    """Returns the name of an operator as the tables show it."""
     return f"`{name.removeprefix('r3lite.').removesuffix('_for_cpu')}`"
 
 
 def counts(rows: list[dict]) -> str:
-    """The table of what was counted."""
+    """Returns the table of counts."""
     return records.table(
         [
             {
@@ -138,19 +153,19 @@ def counts(rows: list[dict]) -> str:
 
 
 def times(rows: list[dict]) -> str:
-    """The table of predicted times; a step up to the last norm is no work of its own."""
-    whole = [row for row in rows if row["by"] != MODEL]
+    """Returns the table of predicted times, without steps that end at the last norm: no run does these alone."""
+    whole_steps = [row for row in rows if row["by"] != MODEL]
     return records.table(
         [
             {"work": f"{row['work']}, {row['size']}", "by": row["by"]}
             | {card: in_words(seconds) for card, seconds in row["seconds"].items()}
-            for row in whole
+            for row in whole_steps
         ]
     )
 
 
 def by_operator(row: dict) -> str:
-    """The table of a record's operators, those that move most first."""
+    """Returns the table of a record's operators; those that move most bytes come first."""
     titles = ("kernels a layer", "MB a layer", "kernels outside", "MB outside")
     return records.table(
         [

@@ -1,4 +1,4 @@
-"""What a device can do at the most, and how much of it a training step must do: what contestants are held against."""
+"""The upper limit that contestants are compared with: the useful operations of a training step, at a device's peak."""
 
 import time
 from collections.abc import Callable
@@ -10,13 +10,22 @@ from r3lite.models.causal_lm import CausalLM
 from r3lite.models.linear import linear
 from r3lite.models.lora import LoraLinear
 
+# Rows and columns of the matrices: so many that products reach the peak of the device.
+CUDA_SIZE = 8192
+CPU_SIZE = 2048
+
 
 def products(operations: int, precision: Precision) -> Callable[[], float]:
-    """What does so many floating-point operations in large square products, and returns its seconds."""
+    """Returns a function that does so many floating-point operations as large square products.
+
+    The function returns the seconds that they take.
+    """
     device = precision.device
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device, dtype=precision.dtype) for _ in range(2))
-    count = -(-operations // (2 * size**3))
+    size = CUDA_SIZE if device.type == "cuda" else CPU_SIZE
+    a = torch.randn(size, size, device=device, dtype=precision.dtype)
+    b = torch.randn(size, size, device=device, dtype=precision.dtype)
+    product_operations = 2 * size**3
+    count = -(-operations // product_operations)  # rounded up
 
     @torch.no_grad()
     def work() -> float:
@@ -25,31 +34,34 @@ def products(operations: int, precision: Precision) -> Callable[[], float]:
             linear(a, b)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        return (time.perf_counter() - start) * operations / (count * 2 * size**3)  # the last product is in part beyond
+        # The number of products is rounded up, so they do more operations: only the share that was asked for counts.
+        return (time.perf_counter() - start) * operations / (count * product_operations)
 
     return work
 
 
 def training_flops(base: int, head: int, adapters: int, layers: int, width: int, tokens: int) -> int:
-    """Floating-point operations of one training step on a row of T = `tokens` that are of use to the model.
+    """Returns the useful floating-point operations of a training step on a row of T = `tokens`.
 
-    `base`, `head` and `adapters` are numbers of weights. A product takes 2 operations a weight and token. Frozen ones
-    are in two: forward, and the gradient with respect to the input; trained ones in a third, the gradient with respect
-    to the weight. Attention over `width` numbers a token is two products of T x T pairs forward and four backward,
-    half of which causality leaves out. Recomputation and elementwise work do not count.
+    `base`, `head` and `adapters` are numbers of weights. A product takes 2 operations per weight and token. A frozen
+    weight is in two products: forward, and for the gradient of the input. A trained weight is in a third, for its own
+    gradient. Attention over `width` numbers per token takes two products of T x T pairs forward and four backward; half
+    of the pairs are left out, because a token does not attend to later ones. Recomputation and elementwise work do not
+    count.
     """
     return tokens * (4 * (base + head) + 6 * adapters) + 6 * layers * width * tokens**2
 
 
 def sft_flops(model: CausalLM, vocabulary: int, tokens: int) -> int:
-    """`training_flops` of a model with an adapter and a head of `vocabulary` rows."""
+    """Returns `training_flops` for a model with an adapter and a head of `vocabulary` rows."""
     config = model.config
-    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    adapters = [p for m in model.modules() if isinstance(m, LoraLinear) for p in m.parameters() if p.requires_grad]
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    adapted = [module for module in model.modules() if isinstance(module, LoraLinear)]
+    trained = [weight for module in adapted for weight in module.parameters() if weight.requires_grad]
     return training_flops(
-        base=sum(layer.weight.numel() for layer in layers),
+        base=sum(linear_layer.weight.numel() for linear_layer in linears),
         head=vocabulary * config.hidden_size,
-        adapters=sum(p.numel() for p in adapters),
+        adapters=sum(weight.numel() for weight in trained),
         layers=config.num_hidden_layers,
         width=config.num_attention_heads * config.head_dim,
         tokens=tokens,

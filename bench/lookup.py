@@ -1,10 +1,11 @@
-"""Sampling one episode at a time, beside transformers' `generate` with prompt lookup: seconds of the processor.
+"""Times sampling one episode at a time, by r3lite and by transformers' `generate` with prompt lookup.
 
     python -m bench.lookup --model DIR --adapter RUN --replay trajectories.jsonl
 
-Both write exactly the turns of the trajectories (see bench.drafts), greedily and in fp32, and keep their cache from
-turn to turn. Seconds are of whole episodes, with the prefill of prompts and documents, without what fetches these.
-transformers runs with the adapter merged, without lookup and with each setting of LOOKUPS; the best one counts.
+Both write exactly the turns of the trajectories (see bench.drafts), greedily and in fp32. Both use one KV cache for all
+turns of an episode. Times are processor seconds of whole episodes, including the prefill of prompts and documents,
+excluding retrieval. transformers runs with the adapter merged: without lookup, and with each setting of LOOKUPS, of
+which the fastest counts.
 """
 
 import argparse
@@ -21,7 +22,10 @@ from r3lite.core.inherited import adapter_folder
 from r3lite.devices.precision import Precision
 from r3lite.rollout.sampling import Sampler
 
-LOOKUPS = [(3, 2), (5, 2), (8, 2), (8, 3)]  # drafted tokens, and the most tokens whose last occurrence is looked up
+# Settings of transformers' prompt lookup: the number of drafted tokens, and the largest number of tokens whose last
+# occurrence is looked up.
+LOOKUPS = [(3, 2), (5, 2), (8, 2), (8, 3)]
+OURS = "ours"
 LOOKUP = records.Bench(
     "lookup",
     "Sampling beside transformers' prompt lookup",
@@ -31,47 +35,55 @@ LOOKUP = records.Bench(
 
 
 def seconds_of(work: Callable[[], None]) -> float:
+    """Returns the processor seconds of the work."""
     start = time.process_time()
     work()
     return time.process_time() - start
 
 
 def measure(engine: drafts.Timed, replayed: drafts.Replayed, theirs: peers.Turns, pairs: int) -> dict:
-    """Runs all ways by turns, `pairs` times after one time that is not counted."""
+    """Times r3lite, transformers without lookup and transformers with each setting of LOOKUPS, by turns.
+
+    Each is timed `pairs` times, after one time that is not counted. Returns a record of the results.
+    """
     engine.replayed = replayed.transcripts
     engine.grant.memory = replace(engine.grant.memory, rollout_batch_size=1)
     transcripts = [replayed.transcripts[question.id] for question in replayed.questions]
 
     def ours() -> None:
-        one = replace(engine, sampler=Sampler(0.0))
+        greedy_engine = replace(engine, sampler=Sampler(0.0))
         for question, transcript in zip(replayed.questions, transcripts, strict=True):
-            [sequence] = one.run([question], ["0"], replayed.retrieve)
+            [sequence] = greedy_engine.run([question], ["0"], replayed.retrieve)
             assert sequence.tokens == transcript.tokens, "another episode was written"
 
     def peer(setting: tuple[int, int] | None) -> Callable[[], None]:
+        """Returns the work of transformers; None is without lookup."""
+
         def work() -> None:
             for transcript in transcripts:
                 theirs.write(transcript, setting)
 
         return work
 
-    ways = {None: peer(None)} | {setting: peer(setting) for setting in LOOKUPS}
-    seconds: dict = {"ours": [], **{way: [] for way in ways}}
+    # The contestants: OURS, and the settings of transformers.
+    works = {OURS: ours, None: peer(None)} | {setting: peer(setting) for setting in LOOKUPS}
+    seconds: dict = {contestant: [] for contestant in works}
     for pair in range(pairs + 1):
-        for way, work in [("ours", ours), *ways.items()]:
-            spent = seconds_of(work)
-            if pair:
-                seconds[way].append(spent)
+        for contestant, work in works.items():
+            duration = seconds_of(work)
+            if pair > 0:  # the first time warms up
+                seconds[contestant].append(duration)
     best = min(LOOKUPS, key=lambda setting: statistics.median(seconds[setting]))
     tokens = sum(sum(transcript.action_mask) for transcript in transcripts)
 
-    def ratios(way: tuple[int, int] | None) -> list[float]:
-        return [slow / fast for slow, fast in zip(seconds[way], seconds["ours"], strict=True)]
+    def ratios(setting: tuple[int, int] | None) -> list[float]:
+        """Returns the time of transformers as a multiple of r3lite's, for each pair."""
+        return [theirs / ours for theirs, ours in zip(seconds[setting], seconds[OURS], strict=True)]
 
     return {
         "episodes": len(transcripts),
         "written_tokens": tokens,
-        "tokens_per_second": round(tokens / statistics.median(seconds["ours"]), 1),
+        "tokens_per_second": round(tokens / statistics.median(seconds[OURS]), 1),
         "theirs": round(tokens / statistics.median(seconds[best]), 1),
         "best_setting": f"{best[0]} tokens, at most {best[1]} looked up",
         "ratio": round(statistics.median(ratios(best)), 2),
@@ -95,7 +107,8 @@ def main() -> None:
     replayed = drafts.replay(flags.replay, engine.layout, flags.questions)
     adapter = None if flags.adapter == "none" else str(adapter_folder(flags.adapter))
     record = {"model": config.model.model, "adapter": flags.adapter}
-    record |= measure(engine, replayed, peers.Turns(config.model.model, adapter, precision), flags.pairs)
+    theirs = peers.Turns(config.model.model, adapter, precision)
+    record |= measure(engine, replayed, theirs=theirs, pairs=flags.pairs)
     print(records.table([record]), flush=True)
     run = {"section": "episodes one by one", **records.provenance(precision), "records": [record]}
     run |= {"note": f"{flags.pairs} pairs; processor time. {flags.note}".strip()}

@@ -1,8 +1,8 @@
-"""Which models fit into 4 GB, as the page docs/models.md, by the memory plans of `python -m r3lite.plan`.
+"""Prints the page docs/models.md: supported models, and which of them fit into 4 GB by r3lite's memory plans.
 
     python -m bench.models > docs/models.md
 
-Nothing is run. A test holds the page to what this prints.
+Nothing is run: the plans are those of `python -m r3lite.plan`. A test fails if the page differs from what this prints.
 """
 
 from bench import records
@@ -11,8 +11,9 @@ from r3lite.devices.live_tensors import MIB
 from r3lite.memory.known_models import INSTRUCT
 
 CARD = "RTX 3050 Laptop"
-SFT, GRPO = ["--max-length", "1024"], ["--algorithm", "grpo", "--adapter", "runs/sft"]
-LEFT_OUT = ("R1-Distill", "TinyLlama")  # of the size of another model in the table, or old
+SFT = ["--max-length", "1024"]
+GRPO = ["--algorithm", "grpo", "--adapter", "runs/sft"]
+LEFT_OUT = ("R1-Distill", "TinyLlama")  # models of the same size as another in the table, and an old one
 PAGE = """\
 # Models
 
@@ -71,19 +72,23 @@ LFM2.5's template keeps the thought of the last earlier reply only; SFT rows kee
 
 
 def cell(model: str, flags: list[str], quantize: str) -> str:
-    """The planned peak of a run and its recomputed layers, or that it does not fit."""
+    """Returns the cell of a run: its planned peak in MiB and its recomputed layers, or "no" if it does not fit."""
     flags = ["--card", CARD, "--model", model, "--quantize", quantize, *flags]
-    if (found := planned(flags)) is None:
-        found = planned([*flags, "--stream-layers"])
-    if found is None:
+    plan = planned(flags)
+    if plan is None:
+        plan = planned([*flags, "--stream-layers"])
+    if plan is None:
         return "no"
-    again, offloads = found.memory.recompute_layers, ", offload" * found.memory.offload
-    if found.memory.stream_layers:
-        return f"{found.peak / MIB:,.0f}*" + " (offload)" * found.memory.offload
-    return f"{found.peak / MIB:,.0f} ({again}/{found.workload.model.num_hidden_layers}{offloads})"
+    memory = plan.memory
+    peak = f"{plan.peak / MIB:,.0f}"
+    if memory.stream_layers:
+        return f"{peak}* (offload)" if memory.offload else f"{peak}*"
+    offload = ", offload" if memory.offload else ""
+    return f"{peak} ({memory.recompute_layers}/{plan.workload.model.num_hidden_layers}{offload})"
 
 
 def page() -> str:
+    """Returns the text of docs/models.md."""
     runs = {f"{name}, {kind}": (flags, quantize) for name, flags in (("SFT", SFT), ("GRPO", GRPO))
             for kind, quantize in (("bf16", "none"), ("NF4", "nf4"))}  # fmt: skip
     rows = [

@@ -1,12 +1,12 @@
 """Removes guards of the package, one at a time, and runs the tests that should notice.
 
 python -m bench.mutants                     # all of mutants.toml; results in bench/results/mutants.json
-python -m bench.mutants --survivors         # those that the last run's tests did not notice; adds the results
+python -m bench.mutants --survivors         # guards whose removal the last run did not notice; adds the results
 python -m bench.mutants --only NAME ...     # some of them; writes no results
 
-A guard is a line that nothing needs while all goes well: a check of what a stranger sends, a limit, a flush to the
-disk. Its test can be missing for years. Each guard is removed in a copy of the repository, and one of its tests has to
-fail there.
+A guard is a line that does nothing as long as nothing goes wrong: a check of untrusted input, a limit, a flush to the
+disk. So nobody notices if its test is missing. Each guard is removed in a copy of the repository, and one of its tests
+must fail there.
 """
 
 import argparse
@@ -28,8 +28,10 @@ ROOT = Path(__file__).parent.parent
 LIST = ROOT / "bench" / "mutants.toml"
 RESULTS = ROOT / "bench" / "results" / "mutants.json"
 COPIED = ("r3lite", "tests", "bench", "data", "prompts", "docs", "checkpoints", "pyproject.toml", "README.md")
-SECONDS = 600.0  # for the tests of one guard
-# What tests import besides: it is imported once, before the process of each guard is forked.
+SECONDS = 600.0  # limit of the time of one guard's tests
+POLL_SECONDS = 0.05  # from one look at the process of the tests to the next
+FAILED_TO_START = 70  # exit status of a fork in which pytest could not be run
+# Packages that tests import and that load slowly. They are imported once, before the process of each guard is forked.
 PRELOADED = ("torch", "numpy", "tokenizers", "safetensors.torch", "faiss", "hypothesis", "fastapi", "uvicorn", "httpx")
 NOTICED = "noticed"
 SURVIVED = "survived"  # its tests passed without the guard
@@ -41,12 +43,12 @@ BROKEN = "broken"  # its tests could not be run
 class Mutant:
     """A guard of the package, and how it is removed."""
 
-    guard: str  # its name
+    guard: str  # the name of the guard
     file: str
-    find: str  # text that is in the file once
-    put: str  # the text in its place
+    find: str  # the text of the guard, which is in the file once
+    put: str  # the text that replaces it
     tests: list[str]  # files or ids of tests, one of which has to fail
-    slow: bool = False  # removed by a test marked `slow`, too
+    slow: bool = False  # True if a test marked `slow` removes the guard, too
 
     def mutated(self, text: str) -> str:
         """Returns the text of the file without the guard."""
@@ -63,7 +65,7 @@ def read_list() -> list[Mutant]:
 
 
 def outcomes(mutants: list[Mutant]) -> dict[str, str]:
-    """Removes the guards one after the other in a copy of the repository; returns what became of each, by its name."""
+    """Removes the guards one by one in a copy of the repository; returns the outcome of each, by the guard's name."""
     states = {}
     with tempfile.TemporaryDirectory(prefix="r3lite-mutants-") as folder:
         work = Path(folder).resolve()
@@ -76,7 +78,7 @@ def outcomes(mutants: list[Mutant]) -> dict[str, str]:
 
 
 def copy_repository(work: Path) -> None:
-    """Copies what tests need of the repository."""
+    """Copies the files of the repository that tests need into the folder `work`."""
     ignored = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
     for name in COPIED:
         source = ROOT / name
@@ -87,7 +89,7 @@ def copy_repository(work: Path) -> None:
 
 
 def outcome(mutant: Mutant, work: Path) -> str:
-    """Returns what becomes of a guard's tests when the copy in `work` is without it; puts it back."""
+    """Runs a guard's tests while the copy in `work` is without the guard; returns NOTICED, SURVIVED, HUNG or BROKEN."""
     path = work / mutant.file
     text = path.read_text(encoding="utf-8")
     mutated = mutant.mutated(text)
@@ -99,18 +101,22 @@ def outcome(mutant: Mutant, work: Path) -> str:
         _write(path, text)
     if status is None:
         return HUNG
+    # Exit statuses of pytest: 0 if all tests passed, 1 if a test failed; all others mean that it could not run them.
     return {0: SURVIVED, 1: NOTICED}.get(status, BROKEN)
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes a module anew; compiled code that is of the same second and length would be taken for that of the text."""
+    """Writes a module, and deletes its compiled code.
+
+    Python would run old compiled code if both texts have the same length and were written in the same second.
+    """
     path.write_text(text, encoding="utf-8")
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
         compiled.unlink()
 
 
 def run_tests(tests: list[str], work: Path) -> int | None:
-    """Runs tests in a copy of the repository; returns pytest's exit status, or None if they do not end."""
+    """Runs tests in the copy in `work`; returns pytest's exit status, or None if they do not end within SECONDS."""
     arguments = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", *tests]
     environment = os.environ | {"PYTHONPATH": str(work)}
     log = work / "log.txt"
@@ -118,16 +124,19 @@ def run_tests(tests: list[str], work: Path) -> int | None:
         return _run_forked(arguments, environment, work=work, log=log)
     with open(log, "wb") as file, contextlib.suppress(subprocess.TimeoutExpired):
         command = [sys.executable, "-m", "pytest", *arguments]
-        done = subprocess.run(command, cwd=work, env=environment, stdout=file, stderr=file, timeout=SECONDS)
-        return done.returncode
+        finished = subprocess.run(command, cwd=work, env=environment, stdout=file, stderr=file, timeout=SECONDS)
+        return finished.returncode
     return None
 
 
 def _run_forked(arguments: list[str], environment: dict[str, str], work: Path, log: Path) -> int | None:
-    """Runs pytest in a fork of this process, which has imported what takes long: else that is most of the time."""
+    """Runs pytest in a fork of this process; returns its exit status, or None if it does not end within SECONDS.
+
+    The fork inherits the imports of `preload`, which would take most of the time.
+    """
     pid = os.fork()
     if pid == 0:
-        status = 70
+        status = FAILED_TO_START
         try:
             os.setsid()
             _move_to(work, environment, log)
@@ -138,17 +147,17 @@ def _run_forked(arguments: list[str], environment: dict[str, str], work: Path, l
             os._exit(status)
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
+        ended_pid, status = os.waitpid(pid, os.WNOHANG)  # ended_pid is 0 while the process runs
+        if ended_pid:
             return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
+        time.sleep(POLL_SECONDS)
     os.killpg(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return None
 
 
 def _move_to(work: Path, environment: dict[str, str], log: Path) -> None:
-    """Makes this process one that runs in the copy, and writes to the log."""
+    """Makes this process work in the copy in `work`, import its modules, and write to the log."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -162,19 +171,19 @@ def _move_to(work: Path, environment: dict[str, str], log: Path) -> None:
 
 
 def preload() -> None:
-    """Imports what tests of all guards need."""
+    """Imports pytest and the packages of PRELOADED that are installed."""
     for name in ("pytest", *PRELOADED):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
 
 def head() -> str:
-    """Returns the commit that is checked out."""
+    """Returns the hash of the commit that is checked out."""
     return subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def summary(mutants: list[Mutant], states: dict[str, str], commit: str) -> dict:
-    """Returns what a run of a commit has shown, for the results."""
+    """Returns the results of a run: how many guards were removed and noticed, and those that were not noticed."""
     return {
         "commit": commit,
         "date": time.strftime("%Y-%m-%d"),

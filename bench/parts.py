@@ -1,7 +1,9 @@
-"""What the time of a step is spent on: ranges around the functions of r3lite, and operators grouped by range.
+"""Divides the time of a profiled step into parts, such as attention and the optimizer.
 
-Each operator belongs to the innermost range that it ran in; in the backward pass, where autograd runs it and not a
-function of r3lite, to the range of the operator whose gradient it makes.
+`ranges` marks calls of r3lite's functions with profiler ranges, each named after the part that the function belongs to.
+`seconds_by_part` adds up the time of the operators of each part. An operator belongs to the innermost range that it ran
+in. Operators of the backward pass are run by autograd outside these ranges: such an operator belongs to the range of
+the forward operator whose gradient it computes.
 """
 
 import contextlib
@@ -21,10 +23,19 @@ from r3lite.models.verification import Verification
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 
-FROZEN, ADAPTERS, ATTENTION = "frozen weights", "LoRA adapters", "attention"
-ELEMENTWISE, HEAD, SAMPLING = "norms, SwiGLU, rotary, sums", "head, softmax and loss", "sampling"
-COPIES, OPTIMIZER, OTHER, REST = "casts and copies", "optimizer", "other operators", "Python and overhead"
+# The parts.
+FROZEN = "frozen weights"
+ADAPTERS = "LoRA adapters"
+ATTENTION = "attention"
+ELEMENTWISE = "norms, SwiGLU, rotary, sums"
+HEAD = "head, softmax and loss"
+SAMPLING = "sampling"
+COPIES = "casts and copies"
+OPTIMIZER = "optimizer"
+OTHER = "other operators"
+OVERHEAD = "Python and overhead"
 
+# What is done in the time of each part. bench.profile writes the percentage before it, as in "20 % draws tokens".
 MEANINGS = {
     FROZEN: "multiplies by the model's frozen weights, which every trainer must do",
     ADAPTERS: "goes into the LoRA adapters",
@@ -35,11 +46,15 @@ MEANINGS = {
     COPIES: "only moves numbers: changes of number format or of layout",
     OPTIMIZER: "clips gradients and updates the adapters",
     OTHER: "is embedding, masks and indexing",
-    REST: "passes between operators, in Python and in starting them",
+    OVERHEAD: "passes between operators, in Python and in starting them",
 }
 
-MOST = max(map(len, STACKS))  # adapters whose A lie side by side
-# Where a range begins: an owner, the names of its functions, and the part that they belong to.
+# The largest number of adapters whose matrices A are multiplied by x as one matrix.
+MOST_STACKED = max(map(len, STACKS))
+MICROSECONDS_PER_SECOND = 1e6
+FORWARD_SCOPE = 0  # `scope` of the profiler's events outside the backward pass
+
+# The functions whose calls are marked: the module or class that has them, their names, and the part they belong to.
 RANGES = [
     (projections, ("_frozen", "_weight"), FROZEN),
     (projections, ("_without_gradients", "_add_adapters"), ADAPTERS),
@@ -59,7 +74,7 @@ RANGES = [
     (functions._Rotated, ("backward",), ELEMENTWISE),
     (logprobs._Loss, ("forward", "backward"), HEAD),
     (logprobs, ("_logits", "_statistics"), HEAD),
-    (Engine, ("_decode",), HEAD),  # what is left of it after the model and the sampler
+    (Engine, ("_decode",), HEAD),  # without the model and the sampler, whose ranges lie inside
     (causal_lm.CausalLM, ("forward",), OTHER),
     (Sampler, ("__call__",), SAMPLING),
     (torch.nn.utils, ("clip_grad_norm_",), OPTIMIZER),
@@ -68,17 +83,18 @@ RANGES = [
 
 @contextlib.contextmanager
 def ranges() -> Iterator[None]:
-    """Within the block, the functions of RANGES mark their time for the profiler."""
+    """Within the block, each call of a function of RANGES is a range of the profiler, named after its part."""
     with contextlib.ExitStack() as stack:
         for owner, names, part in RANGES:
             for name in names:
-                stack.enter_context(mock.patch.object(owner, name, _marked(vars(owner)[name], part)))
+                stack.enter_context(mock.patch.object(owner, name, _with_range(vars(owner)[name], part)))
         yield
 
 
-def _marked(function: Callable | staticmethod, part: str) -> Callable | staticmethod:
+def _with_range(function: Callable | staticmethod, part: str) -> Callable | staticmethod:
+    """Returns the function, with each call in a profiler range that is named after the part."""
     if isinstance(function, staticmethod):
-        return staticmethod(_marked(function.__func__, part))
+        return staticmethod(_with_range(function.__func__, part))
 
     @functools.wraps(function)
     def marked(*args, **kwargs):
@@ -88,47 +104,55 @@ def _marked(function: Callable | staticmethod, part: str) -> Callable | staticme
     return marked
 
 
-def seconds_by_part(events: Iterable[Any], own_microseconds: Callable[[Any], float], rank: int) -> dict[str, float]:
-    """Seconds of each part, of the profiler's events.
+def seconds_by_part(events: Iterable[Any], self_microseconds: Callable[[Any], float], rank: int) -> dict[str, float]:
+    """Returns the seconds of each part, from the profiler's events.
 
-    `own_microseconds` is an event's own time, without that of the operators that it calls; `rank` that of the
-    adapters, by which their products are told from those of the base in the same function.
+    `self_microseconds` returns an event's time without the time of the operators that it calls. `rank` is the rank of
+    the adapters: within one function it tells products with adapters from products with frozen weights.
     """
-    part_of: dict[int, str] = {}  # by the event's identity
-    makers: dict[tuple[int, int], str] = {}  # by thread and sequence number of the operator that autograd will answer
+    part_of: dict[int, str] = {}  # id() of an event -> its part
+    # (thread, sequence number) of a forward operator -> its part. The events of its gradient name the same pair.
+    forward_parts: dict[tuple[int, int], str] = {}
     totals = dict.fromkeys(MEANINGS, 0.0)
-    for event in sorted(events, key=lambda e: (e.time_range.start, -e.time_range.end)):  # callers come first
-        part = _range_of(event, part_of, makers)
+    for event in sorted(events, key=_callers_first):
+        part = _part_of_event(event, part_of, forward_parts)
         part_of[id(event)] = part
         if event.name.startswith(("aten::", "mkldnn::")):
-            if event.scope == FORWARD:
-                makers[event.thread, event.sequence_nr] = part  # the last one of a number is the one that made it
-            totals[_kind(event, part, rank)] += own_microseconds(event) / 1e6
+            if event.scope == FORWARD_SCOPE:
+                # Several operators may have one sequence number. The last of them created the node of the gradient.
+                forward_parts[event.thread, event.sequence_nr] = part
+            totals[_part_of_operator(event, part, rank)] += self_microseconds(event) / MICROSECONDS_PER_SECOND
     return totals
 
 
-FORWARD = 0  # an event's scope, where autograd did not run it
+def _callers_first(event: Any) -> tuple[float, float]:
+    """Returns a sort key: by start, and of events with the same start the longest one, the caller, comes first."""
+    return event.time_range.start, -event.time_range.end
 
 
-def _range_of(event: Any, part_of: dict[int, str], makers: dict[tuple[int, int], str]) -> str:
-    """The part that an event belongs to by where it ran."""
-    around = OTHER if event.cpu_parent is None else part_of[id(event.cpu_parent)]
+def _part_of_event(event: Any, part_of: dict[int, str], forward_parts: dict[tuple[int, int], str]) -> str:
+    """Returns the part of the innermost range around an event; in the backward pass, that of the forward operator."""
+    parent_part = OTHER if event.cpu_parent is None else part_of[id(event.cpu_parent)]
     if event.name in MEANINGS:
         return event.name
-    if event.name.startswith("Optimizer."):  # PyTorch's own range
+    if event.name.startswith("Optimizer."):  # a range that PyTorch itself marks
         return OPTIMIZER
     if event.name.startswith("autograd::engine::evaluate_function"):
-        if "AccumulateGrad" in event.name:  # only adapters have gradients that are kept
+        if "AccumulateGrad" in event.name:  # only the adapters' gradients are accumulated
             return ADAPTERS
-        return makers.get((event.fwd_thread, event.sequence_nr), around)
-    return around
+        return forward_parts.get((event.fwd_thread, event.sequence_nr), parent_part)
+    return parent_part
 
 
-def _kind(event: Any, part: str, rank: int) -> str:
-    """The part that an operator counts for: its range's, but for copies, and for products with frozen weights."""
+def _part_of_operator(event: Any, part: str, rank: int) -> str:
+    """Returns the part that an operator's time is added to. `part` is the part of its range.
+
+    Copies are a part of their own, whatever their range. A product in the range of the adapters counts as one with
+    frozen weights if all its dimensions are larger than the rank of an adapter, or of a stack of them.
+    """
     if event.name == "aten::copy_":
         return COPIES
     if part == ADAPTERS and event.name in ("aten::mm", "aten::addmm"):
         sizes = [size for shape in event.input_shapes for size in shape if len(shape) == 2]
-        return FROZEN if min(sizes) > MOST * rank else ADAPTERS
+        return FROZEN if min(sizes) > MOST_STACKED * rank else ADAPTERS
     return part

@@ -1,6 +1,6 @@
-"""The same work by others: transformers, with peft for training, TRL's GRPOTrainer, and sentence-transformers.
+"""The work of the benches by other libraries: transformers, peft, TRL and sentence-transformers.
 
-Each function prepares a piece of work and returns what does it once.
+Most functions load a model and return a function that does the work once, so that loading is not timed.
 """
 
 import tempfile
@@ -16,27 +16,32 @@ from bench.full_length import full_prompts
 from r3lite.devices.precision import Precision
 from r3lite.protocols.transcript import Transcript
 
-MANY = 1000  # steps, more than anyone asks for
+MAX_STEPS = 1000  # of TRL's trainer in `grpo`: more steps than any bench takes
+LORA_RANK = 8
+LORA_ALPHA = 16
+# The layers that have a LoRA adapter: all projections.
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def peft_model(folder: str, precision: Precision):
-    """A base with LoRA r=8 on all projections."""
+    """Returns a model of transformers with a new LoRA adapter of rank 8 on all projections."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=precision.dtype).to(precision.device)
-    return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS))
+    return get_peft_model(model, LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=TARGETS))
 
 
 def with_folded_head(model):
-    """The model, which while it generates multiplies all rows by its head at once.
+    """Replaces the model's `generate` by one that multiplies all rows by the head in one product; returns the model.
 
-    PyTorch multiplies the last of many states by a frozen head row by row (bmm), which takes 4 s for 8 rows on two CPU
-    cores. Whoever compares decoding does not want to measure that. By a head that requires a gradient it multiplies
-    them in one product; no gradient is made, and the head is frozen again when a step of training follows.
+    Generation multiplies the last hidden state of each row by the head. If the head is frozen, PyTorch does this row by
+    row (bmm), which takes 4 s for 8 rows on two CPU cores. A comparison of decoding should not measure that. If the
+    head requires a gradient, PyTorch multiplies all rows in one product. So the head requires one while the model
+    generates, and is frozen again afterwards. No gradient is computed, because generation runs without autograd.
     """
-    generate, head = model.generate, model.get_output_embeddings()
+    generate = model.generate
+    head = model.get_output_embeddings()
 
     def folded(*arguments, **options):
         head.requires_grad_()
@@ -56,30 +61,33 @@ def generate(
     precision: Precision,
     merged: bool = False,
 ) -> Callable[..., None]:
-    """Sampling of `new` tokens after each prompt, or of as many as it is called with; none ends early.
+    """Returns a function that samples `new` tokens after each prompt, or as many as its argument says.
 
-    The adapter is on, or merged.
+    No sequence ends early. `merged`: the adapter is merged into the weights; otherwise it is computed beside them.
     """
     model = peft_model(folder, precision).eval()
     model = with_folded_head(model.merge_and_unload() if merged else model)
     model.generation_config.eos_token_id = None
     ids = torch.tensor(prompts, device=precision.device)  # [B, T]
-    how = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}
+    sampling = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "repetition_penalty": 1.0}
 
     @torch.no_grad()
     def work(new: int = new) -> None:
         lengths = {"min_new_tokens": new, "max_new_tokens": new, "pad_token_id": 0}
-        made = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **how, **lengths)  # [B, T + new]
-        sampled = made.shape[1] - ids.shape[1]
-        assert sampled == new, f"{new} tokens each were to be sampled, not {sampled}"
+        sequences = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), **sampling, **lengths
+        )  # [B, T + new]
+        sampled_tokens = sequences.shape[1] - ids.shape[1]
+        assert sampled_tokens == new, f"{new} tokens each were to be sampled, not {sampled_tokens}"
 
     return work
 
 
 class Turns:
-    """Writes the turns of episodes with `generate`: greedily, one episode at a time, its cache kept from turn to turn.
+    """Decodes the turns of finished episodes again with transformers' `generate`, which is forced to the same tokens.
 
-    `adapter` is the folder of an adapter, which is merged, or None.
+    Decoding is greedy, one episode at a time. The KV cache of an episode is reused from turn to turn. `adapter` is the
+    folder of an adapter, which is merged into the weights, or None.
     """
 
     def __init__(self, folder: str, adapter: str | None, precision: Precision):
@@ -94,53 +102,59 @@ class Turns:
 
     @torch.no_grad()
     def write(self, transcript: Transcript, lookup: tuple[int, int] | None) -> None:
-        """Writes the turns of a transcript after what stands before them.
+        """Decodes each turn of a transcript after the tokens that precede the turn.
 
-        `lookup`: the number of tokens that are drafted, and the largest number of tokens that are looked up; None: no
-        drafts.
+        `lookup` is None, or turns on drafts by prompt lookup: the number of tokens in a draft, and the largest n-gram
+        (in tokens) that is looked up in the text.
         """
         options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
         if lookup is not None:
             options |= {"prompt_lookup_num_tokens": lookup[0], "max_matching_ngram_size": lookup[1]}
-        forced = _forced(transcript.tokens)
+        processors = _forcing_processors(transcript.tokens)
         cache = None
         for start, end in _turns(transcript.action_mask):
             ids = torch.tensor([transcript.tokens[:start]], device=self.model.device)  # [1, T]
-            new = {"min_new_tokens": end - start, "max_new_tokens": end - start}
+            lengths = {"min_new_tokens": end - start, "max_new_tokens": end - start}
             mask = torch.ones_like(ids)
             result = self.model.generate(
-                input_ids=ids, attention_mask=mask, past_key_values=cache, logits_processor=forced, **options, **new
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                logits_processor=processors,
+                **options,
+                **lengths,
             )
             assert result.sequences[0].tolist() == transcript.tokens[:end], "another turn was written"
             cache = result.past_key_values
 
 
-def _forced(tokens: list[int]):
-    """The logits processors that let a model write nothing but an episode."""
+def _forcing_processors(tokens: list[int]):
+    """Returns a list of one logits processor, which gives the tokens of the episode probability 1."""
     from transformers import LogitsProcessor, LogitsProcessorList
 
     class Forced(LogitsProcessor):
         def __call__(self, input_ids, scores):
-            only = torch.full_like(scores, -torch.inf)
-            place = input_ids.shape[1]
-            if place < len(tokens):  # drafts may reach beyond the end
-                only[:, tokens[place]] = 0
-            else:
-                only[:, 0] = 0
-            return only
+            forced_scores = torch.full_like(scores, -torch.inf)
+            position = input_ids.shape[1]
+            if position < len(tokens):
+                forced_scores[:, tokens[position]] = 0
+            else:  # a draft reaches beyond the end of the episode: any token will do
+                forced_scores[:, 0] = 0
+            return forced_scores
 
     return LogitsProcessorList([Forced()])
 
 
 def _turns(action_mask: list[bool]) -> list[tuple[int, int]]:
-    """The start and end of each stretch of an episode that the model writes."""
-    borders = [0, *(place for place in range(1, len(action_mask)) if action_mask[place] != action_mask[place - 1])]
-    stretches = zip(borders, [*borders[1:], len(action_mask)], strict=True)
-    return [(start, end) for start, end in stretches if action_mask[start]]
+    """Returns the start and end (exclusive) of each stretch of sampled tokens in an episode."""
+    starts = [0]
+    starts += [index for index in range(1, len(action_mask)) if action_mask[index] != action_mask[index - 1]]
+    ends = [*starts[1:], len(action_mask)]
+    return [(start, end) for start, end in zip(starts, ends, strict=True) if action_mask[start]]
 
 
 def prefill(folder: str, prompt: list[int], precision: Precision, merged: bool = False) -> Callable[[], None]:
-    """A pass over a prompt that fills a cache and gives the logits of its last token."""
+    """Returns a function that runs the model on a prompt, fills a KV cache and computes the last token's logits."""
     model = peft_model(folder, precision).eval()
     model = model.merge_and_unload() if merged else model
     ids = torch.tensor([prompt], device=precision.device)  # [1, T]
@@ -155,23 +169,24 @@ def prefill(folder: str, prompt: list[int], precision: Precision, merged: bool =
 def sft(
     folder: str, tokens: int, precision: Precision, fused: bool = False
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """One optimizer step on one row of one model: with activation checkpointing, and without.
+    """Returns two functions for one optimizer step on one row: with activation checkpointing, and without.
 
-    `fused`: with the loss of TRL's SFTTrainer, which makes the logits of a part of the vocabulary at a time.
+    Both train the same model. `fused`: with the loss of TRL's SFTTrainer, which computes the logits of a part of the
+    vocabulary at a time.
     """
     model = peft_model(folder, precision).train()
-    how = {"use_cache": False}
+    forward_options = {"use_cache": False}
     if fused:
         from trl.trainer.utils import add_fused_lm_head
 
         add_fused_lm_head(model.get_base_model())
-        how = {"fused_lm_head": True}
+        forward_options = {"fused_lm_head": True}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     ids = torch.tensor(full_prompts(1, tokens), device=precision.device)  # [1, T]
 
     def work() -> None:
         with precision.autocast():
-            loss = model(input_ids=ids, labels=ids, **how).loss
+            loss = model(input_ids=ids, labels=ids, **forward_options).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -188,9 +203,9 @@ def sft(
 
 
 def sft_trainer(folder: str, tokens: int, precision: Precision, steps: int):
-    """TRL's SFTTrainer with its defaults (chunked loss, activation checkpointing) on rows of `tokens` tokens, and LoRA.
+    """Returns TRL's SFTTrainer with its defaults (chunked loss, activation checkpointing) and a LoRA adapter.
 
-    A step is of one row, all of whose tokens are trained on.
+    Each step trains on one row of `tokens` tokens, and on all tokens of the row.
     """
     from datasets import Dataset
     from peft import LoraConfig
@@ -208,12 +223,15 @@ def sft_trainer(folder: str, tokens: int, precision: Precision, steps: int):
         args=config,
         train_dataset=Dataset.from_dict({"input_ids": full_prompts(steps, tokens)}),
         processing_class=AutoTokenizer.from_pretrained(folder),
-        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS),
+        peft_config=LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=TARGETS),
     )
 
 
 def encode(folder: str, texts: list[str], longest: int, device: str) -> Callable[[], np.ndarray]:
-    """Sentence vectors of texts by sentence-transformers, which takes them in the order of their lengths."""
+    """Returns a function that encodes the texts with sentence-transformers into vectors [len(texts), d].
+
+    Texts are cut off after `longest` tokens. sentence-transformers itself sorts them by length into batches.
+    """
     from sentence_transformers import SentenceTransformer
 
     model = SentenceTransformer(folder, device=device)
@@ -224,9 +242,11 @@ def encode(folder: str, texts: list[str], longest: int, device: str) -> Callable
 def grpo_trainer(
     folder: str, prompt: int, new: int, episodes: int, rows: int, precision: Precision, steps: int, callbacks=()
 ):
-    """TRL's trainer of groups of `episodes` completions of `new` tokens, KL to the base included.
+    """Returns TRL's GRPOTrainer, whose loss includes the KL to the base.
 
-    An optimizer step learns from `rows` of them, in one pass: a group takes episodes / rows steps. None ends early.
+    It samples groups of `episodes` completions, each of exactly `new` tokens after a prompt of `prompt` words " a". An
+    optimizer step learns from `rows` completions in one pass, so a group takes `episodes / rows` steps. Training ends
+    after `steps` optimizer steps.
     """
     from datasets import Dataset
     from peft import LoraConfig
@@ -252,7 +272,7 @@ def grpo_trainer(
         args=config,
         train_dataset=Dataset.from_dict({"prompt": [" a" * prompt] * episodes}),
         processing_class=AutoTokenizer.from_pretrained(folder),
-        peft_config=LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS),
+        peft_config=LoraConfig(r=LORA_RANK, lora_alpha=LORA_ALPHA, target_modules=TARGETS),
         callbacks=list(callbacks),
     )
     with_folded_head(trainer.model)
@@ -260,39 +280,50 @@ def grpo_trainer(
 
 
 def grpo(folder: str, prompt: int, new: int, episodes: int, precision: Precision) -> Callable[[], float]:
-    """One more step of `grpo_trainer` on a whole group; returns its seconds.
+    """Returns a function that runs one more optimizer step of `grpo_trainer` on a whole group, and returns its seconds.
 
-    Training runs in a thread that waits before each step until it is asked for, so that others may take turns with it.
+    The trainer runs in a thread of its own and waits before each step until the function is called, so that it can
+    alternate with other contestants.
     """
     from transformers import TrainerCallback
 
-    asked, done = Semaphore(0), SimpleQueue()
+    step_requests = Semaphore(0)
+    step_results: SimpleQueue = SimpleQueue()  # the seconds of each step, or the error that ended the training
 
-    class Turns(TrainerCallback):
+    class StepGate(TrainerCallback):
         def on_step_begin(self, *args, **kwargs) -> None:
-            asked.acquire()
-            self.began = time.perf_counter()
+            step_requests.acquire()
+            self.start = time.perf_counter()
 
         def on_step_end(self, *args, **kwargs) -> None:
             if precision.device.type == "cuda":
                 torch.cuda.synchronize()
-            done.put(time.perf_counter() - self.began)
+            step_results.put(time.perf_counter() - self.start)
 
-    trainer = grpo_trainer(folder, prompt, new, episodes, episodes, precision, MANY, [Turns()])
+    trainer = grpo_trainer(
+        folder,
+        prompt=prompt,
+        new=new,
+        episodes=episodes,
+        rows=episodes,
+        precision=precision,
+        steps=MAX_STEPS,
+        callbacks=[StepGate()],
+    )
 
     def train() -> None:
         try:
             trainer.train()
-        except Exception as error:  # whoever waits for the step is told
-            done.put(error)
+        except Exception as error:  # `work` raises it in the thread that waits for the step
+            step_results.put(error)
 
     Thread(target=train, daemon=True).start()
 
     def work() -> float:
-        asked.release()
-        seconds = done.get()
-        if isinstance(seconds, Exception):
-            raise seconds
-        return seconds
+        step_requests.release()
+        result = step_results.get()
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     return work

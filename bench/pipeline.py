@@ -1,11 +1,12 @@
-"""Milliseconds of a query through the whole of retrieval: encoding, hybrid search, reranking 15 passages to 5.
+"""Milliseconds that a query spends in each stage of retrieval: encoding, hybrid search, reranking 15 passages to 5.
 
     python -m bench.pipeline --corpus A.jsonl,B.jsonl --data QUESTIONS --encoder FOLDER --passages 100000
 
-The passages are made of four sentences each, drawn from the corpora's, so that words are as frequent as there. Vectors
-are random and of the encoder's size, and the cross-encoder's weights are random, in the shape of ms-marco-MiniLM-L-6-v2
-unless --rerank names one: neither changes any time. Queries come one at a time. Wall-clock time, so that several
-threads count as one wait: nothing else should run.
+Each passage has four sentences that are drawn at random from the corpora, so that words are as frequent as in the
+corpora. The passages' vectors are random, with the encoder's dimension. Unless --rerank names a cross-encoder, one with
+random weights and the shape of ms-marco-MiniLM-L-6-v2 is used. Times depend neither on the values of vectors nor on
+those of weights. Queries come one at a time. The times are wall-clock times, as a user waits for all threads together:
+nothing else should run on the machine.
 """
 
 import argparse
@@ -36,45 +37,68 @@ from r3lite.retrieval.search import RankingRetriever
 from r3lite.retrieval.vectors import Vectors
 
 RESULTS = ROOT / "bench" / "results" / "pipeline.json"
-TOP_K, TOGETHER, LONGEST = 5, 4, 64  # documents of a query, sentences of a passage, tokens of a sentence
+TOP_K = 5  # documents of a query
+RANKING_LENGTH = 100  # documents of the semantic and of the lexical ranking
+PASSAGE_SENTENCES = 4
+MILLISECONDS_PER_SECOND = 1000
+MAX_SENTENCE_LENGTH = 64  # longer sentences are divided
+# The shape of ms-marco-MiniLM-L-6-v2.
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 
 
 def passages(paths: list[str], count: int) -> list[Document]:
-    """Made of the sentences of corpora, the same each time."""
-    all_sentences = [s for path in paths for document in read_corpus(path) for s in sentences(document.text, LONGEST)]
-    rows = np.random.default_rng(0).integers(len(all_sentences), size=(count, TOGETHER))
-    return [Document(str(i), "", " ".join(all_sentences[j] for j in row)) for i, row in enumerate(rows)]
+    """Returns `count` passages of sentences from the corpora in the files; the same passages in each call."""
+    all_sentences = []
+    for path in paths:
+        for document in read_corpus(path):
+            all_sentences += sentences(document.text, MAX_SENTENCE_LENGTH)
+    choices = np.random.default_rng(0).integers(len(all_sentences), size=(count, PASSAGE_SENTENCES))
+    documents = []
+    for number, indices in enumerate(choices):
+        text = " ".join(all_sentences[index] for index in indices)
+        documents.append(Document(str(number), "", text))
+    return documents
 
 
 def cross_encoder(encoder: Path, folder: Path, dtype: str) -> CrossEncoder:
-    """One of random weights, with the encoder's tokenizer."""
+    """Writes a cross-encoder with random weights and the encoder's tokenizer to `folder`, and returns it."""
     from transformers import BertConfig, BertForSequenceClassification
 
     torch.manual_seed(0)
-    words = json.loads((encoder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    BertForSequenceClassification(BertConfig(vocab_size=words, num_labels=1, **SHAPE)).save_pretrained(folder)
+    vocabulary_size = json.loads((encoder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    config = BertConfig(vocab_size=vocabulary_size, num_labels=1, **SHAPE)
+    BertForSequenceClassification(config).save_pretrained(folder)
     shutil.copy(encoder / "tokenizer.json", folder)
     return CrossEncoder(str(folder), dtype)
 
 
 def milliseconds(work, queries: list[str]) -> float:
-    """The median over queries, one at a time, after one that is not counted."""
-    taken = []
+    """Returns the median time of `work(query)` in milliseconds. A first call, to warm up, is not counted."""
+    times = []
     for query in [queries[0], *queries]:
-        began = time.perf_counter()
+        start = time.perf_counter()
         work(query)
-        taken.append(1000 * (time.perf_counter() - began))
-    return statistics.median(taken[1:])
+        times.append(MILLISECONDS_PER_SECOND * (time.perf_counter() - start))
+    return statistics.median(times[1:])
 
 
 def measure(documents: list[Document], queries: list[str], encoder: BertEncoder, reranker: CrossEncoder) -> dict:
+    """Returns the median milliseconds of a query: of its encoding, of both searches, of their fusion, and of all.
+
+    "hybrid" includes both searches, and "all" also the reranking.
+    """
     vectors = np.random.default_rng(0).standard_normal((len(documents), encoder.dimension), dtype=np.float32)
     flat = faiss.IndexFlatIP(encoder.dimension)
     flat.add(vectors / np.linalg.norm(vectors, axis=1, keepdims=True))
-    semantic = RankingRetriever(PassageIndex(encoder, documents, Vectors(flat)), 100, lambda questions: None)
-    lexical = RankingRetriever(Lexical(documents), 100, lambda questions: None)
-    hybrid = HybridRetriever(semantic, lexical, CANDIDATES * TOP_K, reciprocal_ranks, (1.0, 1.0))
+    semantic = RankingRetriever(PassageIndex(encoder, documents, Vectors(flat)), RANKING_LENGTH, lambda questions: None)
+    lexical = RankingRetriever(Lexical(documents), RANKING_LENGTH, lambda questions: None)
+    hybrid = HybridRetriever(
+        semantic=semantic,
+        lexical=lexical,
+        top_k=CANDIDATES * TOP_K,
+        values_of=reciprocal_ranks,
+        weights=(1.0, 1.0),
+    )
     stages = {"semantic": semantic, "lexical": lexical, "hybrid": hybrid, "all": Reranked(hybrid, reranker, TOP_K)}
     row = {"encode_ms": milliseconds(lambda q: encoder.encode_queries([q]), queries)}
     for name, retrieve in stages.items():
@@ -91,20 +115,21 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=100_000)
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--queries", type=int, default=50)
-    given = parser.parse_args()
-    queries = [question.text for question in read_questions(given.data, given.queries)]
-    documents = passages(given.corpus.split(","), given.passages)
-    encoder = BertEncoder(given.encoder, "auto", dtype=given.dtype)
-    with tempfile.TemporaryDirectory() as name:
+    flags = parser.parse_args()
+    queries = [question.text for question in read_questions(flags.data, flags.queries)]
+    documents = passages(flags.corpus.split(","), flags.passages)
+    encoder = BertEncoder(flags.encoder, "auto", dtype=flags.dtype)
+    with tempfile.TemporaryDirectory() as random_folder:
         reranker = (
-            CrossEncoder(given.rerank, given.dtype)
-            if given.rerank
-            else cross_encoder(Path(given.encoder), Path(name), given.dtype)
+            CrossEncoder(flags.rerank, flags.dtype)
+            if flags.rerank
+            else cross_encoder(Path(flags.encoder), Path(random_folder), flags.dtype)
         )
-    row = {"passages": len(documents), "queries": len(queries), **measure(documents, queries, encoder, reranker)}
+    times = measure(documents=documents, queries=queries, encoder=encoder, reranker=reranker)
+    row = {"passages": len(documents), "queries": len(queries), **times}
     row |= {
         "threads": torch.get_num_threads(),
-        "dtype": given.dtype,
+        "dtype": flags.dtype,
         "processor": processor("cpu"),
         "cores": os.cpu_count(),
     }

@@ -1,9 +1,10 @@
-"""What the kernels of models/linear.py bring on this CPU: r3lite's products beside `F.linear`, in fp32, by turns.
+"""Compares the matrix products of models/linear.py with PyTorch's `F.linear`, in fp32 on this CPU.
 
     OMP_NUM_THREADS=1 python -m bench.products
 
-Prints a table: milliseconds of a product, medians of TURNS turns. As in a network, weights come from memory: copies of
-one are read in turn, more than a cache holds.
+Prints a table with the milliseconds of a product, as medians over TURNS turns; the two libraries take turns. In a
+network, weights come from memory and not from the cache. So each turn reads several copies of a weight one after the
+other, which together are larger than the cache.
 """
 
 import math
@@ -18,8 +19,12 @@ from r3lite.devices import machine
 from r3lite.devices.speed import Product
 from r3lite.models.linear import linear
 
-TURNS, SECONDS, BYTES = 7, 0.1, 1 << 27  # a turn takes so many seconds at least, and reads weights of so many bytes
-WEIGHTS = {  # (out, in), as they lie in memory
+TURNS = 7
+TURN_SECONDS = 0.1  # the shortest duration of a turn
+COPIES_BYTES = 1 << 27  # all copies of a weight together
+FP32_BYTES = 4
+MILLISECONDS_PER_SECOND = 1000
+WEIGHTS = {  # shapes (out, in)
     "0.5B, head": (151936, 896),
     "0.5B, gate and up": (9728, 896),
     "0.5B, gate and up, gradient": (896, 9728),
@@ -28,34 +33,36 @@ WEIGHTS = {  # (out, in), as they lie in memory
     "0.5B, o": (896, 896),
     "e5-base, intermediate": (3072, 768),
 }
-ROWS = 1, 8, 32, 128, 512
+ROWS = (1, 8, 32, 128, 512)  # rows of x
 
 
 def turn(product: Product, x: Tensor, weights: list[Tensor]) -> float:
-    """Seconds of one product."""
-    began, calls = time.perf_counter(), 0
-    while time.perf_counter() < began + SECONDS:
+    """Returns the mean seconds of one product in a turn, which multiplies x by each copy of the weight repeatedly."""
+    start = time.perf_counter()
+    calls = 0
+    while time.perf_counter() < start + TURN_SECONDS:
         for weight in weights:
             product(x, weight)
         calls += len(weights)
-    return (time.perf_counter() - began) / calls
+    return (time.perf_counter() - start) / calls
 
 
 @torch.no_grad()
 def main() -> None:
     print(f"{machine.processor()}, threads {torch.get_num_threads()}, torch {torch.__version__}\n")
     print("| weight | rows | F.linear | r3lite | of its time |\n|---|---|---|---|---|")
-    for name, (out, size) in WEIGHTS.items():
-        copies = math.ceil(BYTES / (4 * out * size))
-        weights = [torch.randn(out, size) for _ in range(copies)]
+    for name, (outputs, inputs) in WEIGHTS.items():
+        copies = math.ceil(COPIES_BYTES / (FP32_BYTES * outputs * inputs))
+        weights = [torch.randn(outputs, inputs) for _ in range(copies)]
         if "gradient" in name:
+            # The gradient's product reads the transposed weight, which is not contiguous.
             weights = [weight.t().contiguous().t() for weight in weights]
-        for rows in ROWS[:-1] if "head" in name else ROWS:  # logits are made for 128 rows at a time
-            x = torch.randn(rows, size)
+        for rows in ROWS[:-1] if "head" in name else ROWS:  # logits are computed for 128 rows at a time
+            x = torch.randn(rows, inputs)
             for product in (F.linear, linear):
-                product(x, weights[0])  # compiles its kernel
+                product(x, weights[0])  # the first call compiles the kernel
             turns = [(turn(F.linear, x, weights), turn(linear, x, weights)) for _ in range(TURNS)]
-            theirs, ours = (1000 * statistics.median(side) for side in zip(*turns, strict=True))
+            theirs, ours = (MILLISECONDS_PER_SECOND * statistics.median(times) for times in zip(*turns, strict=True))
             print(f"| {name} | {rows} | {theirs:.2f} | {ours:.2f} | {ours / theirs:.2f} |", flush=True)
 
 

@@ -1,9 +1,10 @@
-"""What each format teaches on the sample world: quickstart with every one of them, over seeds.
+"""Runs quickstart on the sample world with each episode format (--format) and seed, and records the scores.
 
     python -m bench.protocols                       # all formats, seed 0: about ten minutes each on one core
     python -m bench.protocols --only dag --seeds 1 2
 
-A run that is there already is read, not repeated. Writes bench/results/protocols.json and protocols.md.
+A quickstart whose results are in its folder already is not repeated: its results are read. Writes
+bench/results/protocols.json and protocols.md.
 """
 
 import argparse
@@ -21,7 +22,8 @@ from r3lite.protocols.registry import PROTOCOLS
 from r3lite.settings import QuickstartSettings
 
 RESULTS = ROOT / "bench" / "results"
-SCORES = {
+SHORT_HASH = 7  # characters of a commit
+SCORES = {  # key in scores.json -> title of the column
     "em": "EM",
     "f1": "F1",
     "format_adherence": "well-formed",
@@ -39,25 +41,30 @@ seeds differ by more."""
 
 
 def measure(name: str, seed: int, folder: Path) -> dict:
-    """The scores of a quickstart's stages, from its folder if it is there."""
+    """Returns the scores of a quickstart's stages, its gain in exact match, and its minutes.
+
+    `name` is the format. Runs the quickstart unless `folder` has its results.
+    """
     if not (folder / "quickstart.json").exists():
         status = quickstart.main(["--format", name, "--seed", str(seed), "--output", str(folder)])
         assert status == 0, "quickstart failed"
     summary = json.loads((folder / "quickstart.json").read_text(encoding="utf-8"))
     stages = {}
-    for stage in summary["stages"][1:]:
-        scores = json.loads(
-            (folder / f"evaluate-{stage['stage'].lower()}" / run_files.SCORES).read_text(encoding="utf-8")
-        )
-        of_stage = {key: scores[key] for key in SCORES}
-        of_stage["hops"] = {n: {k: group[k] for k in ("em", "mean_searches")} for n, group in scores["by_hops"].items()}
-        stages["SFT" if stage["stage"] == "SFT" else "RL"] = of_stage
+    for stage in summary["stages"][1:]:  # without the base
+        scores_path = folder / f"evaluate-{stage['stage'].lower()}" / run_files.SCORES
+        scores = json.loads(scores_path.read_text(encoding="utf-8"))
+        stage_scores = {key: scores[key] for key in SCORES}
+        stage_scores["hops"] = {
+            hops: {key: group[key] for key in ("em", "mean_searches")} for hops, group in scores["by_hops"].items()
+        }
+        stages["SFT" if stage["stage"] == "SFT" else "RL"] = stage_scores
     return {"stages": stages, "em_gain": summary["em_gain"], "minutes": summary["minutes"]}
 
 
 def page(runs: list[dict]) -> str:
-    """All runs: scores of both stages, and exact match and searches by the number of hops after RL."""
-    rows, by_hops = [], []
+    """Returns the page in Markdown: a table with the scores of both stages, and one by the number of hops after RL."""
+    rows = []
+    rows_by_hops = []
     for run in runs:
         for stage, scores in run["stages"].items():
             row = {"--format": f"`{run['section']}`", "seed": run["seed"], "stage": stage}
@@ -65,12 +72,14 @@ def page(runs: list[dict]) -> str:
         row = {"--format": f"`{run['section']}`", "seed": run["seed"]}
         for hops, group in run["stages"]["RL"]["hops"].items():
             row |= {f"EM, {hops} hops": _value(group["em"]), f"searches, {hops} hops": _value(group["mean_searches"])}
-        by_hops.append(row | {"minutes": run["minutes"], "commit": run["commit"][:7], "precision": run["precision"]})
+        row |= {"minutes": run["minutes"], "commit": run["commit"][:SHORT_HASH], "precision": run["precision"]}
+        rows_by_hops.append(row)
     about = ABOUT.format(algorithm=QuickstartSettings().algorithm)
-    return "\n\n".join(["# Formats on the sample world", about, table(rows), "After RL:", table(by_hops)]) + "\n"
+    return "\n\n".join(["# Formats on the sample world", about, table(rows), "After RL:", table(rows_by_hops)]) + "\n"
 
 
 def _value(score: dict) -> str:
+    """Returns a score with the ends of its interval."""
     return f"{score['value']:.3f} ({score['low']:.3f}-{score['high']:.3f})"
 
 
@@ -87,9 +96,9 @@ def main() -> None:
         for name in args.only:
             if any((run["section"], run["seed"]) == (name, seed) for run in runs):
                 continue
-            started = provenance(precision)
-            measured = measure(name, seed, Path("runs") / "protocols" / f"{name}-{seed}")
-            runs.append({"section": name, "seed": seed, **measured, **started})
+            conditions = provenance(precision)
+            scores = measure(name, seed, Path("runs") / "protocols" / f"{name}-{seed}")
+            runs.append({"section": name, "seed": seed, **scores, **conditions})
             write_json(path, {"runs": runs})
             write_text(RESULTS / "protocols.md", page(runs))
 

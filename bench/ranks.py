@@ -1,7 +1,8 @@
-"""Speed of one process with and without a change, in pairs: `python -m bench.ranks OLD_CHECKOUT [NEW_CHECKOUT]`.
+"""Compares the speed of SFT in two checkouts of r3lite: `python -m bench.ranks OLD_CHECKOUT [NEW_CHECKOUT]`.
 
-Each checkout's trainer is started once and takes steps of SFT on the tiny checkpoint when it is told to, by turns, so
-that what else the machine does slows both. Prints the median over pairs of how much faster a step of the new one is.
+Starts one trainer for each checkout, which trains the tiny checkpoint in one process. The trainers take steps in turn,
+so that other load on the machine slows both alike. Two steps, one of each trainer, are a pair. Prints the median and
+the quartiles over the pairs of (CPU seconds of the old step) / (CPU seconds of the new step).
 """
 
 import statistics
@@ -11,6 +12,8 @@ import tempfile
 from pathlib import Path
 
 PAIRS = 60
+WARM_UP_STEPS = 5  # of each trainer, before the first pair
+# The trainer: for each line of its standard input it takes a step and prints the step's CPU seconds.
 SCRIPT = """
 import json, sys, time
 from pathlib import Path
@@ -23,8 +26,8 @@ from r3lite.settings import SftConfig
 from r3lite.training import optim
 
 rows = Path(sys.argv[1]) / "rows.jsonl"
-turns = lambda i: [{"role": "user", "content": f"Who is {i}?"}, {"role": "assistant", "content": f"It is {i}." * 40}]
-write_jsonl(rows, [{"messages": turns(i)} for i in range(64)])
+messages = lambda i: [{"role": "user", "content": f"Who is {i}?"}, {"role": "assistant", "content": f"It is {i}." * 40}]
+write_jsonl(rows, [{"messages": messages(i)} for i in range(64)])
 arguments = ["--preset", "tiny", "--data", str(rows), "--validation-rows", "0", "--max-steps", "1000"]
 config = resolve("sft", SftConfig(), arguments)
 trainer = supervised.build_trainer(config, *read_data(config))
@@ -37,33 +40,35 @@ for number, _ in enumerate(sys.stdin, 1):
 
 
 def start(checkout: Path, folder: str) -> subprocess.Popen:
+    """Starts the trainer of a checkout, which writes its training rows to `folder`."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
     return subprocess.Popen([sys.executable, "-c", SCRIPT, folder], cwd=checkout, **pipes)
 
 
 def step(trainer: subprocess.Popen) -> float:
-    """The seconds of processor time that one step takes: other programs add less to it than to the clock's."""
+    """Lets a trainer take one step; returns its CPU seconds, which other programs change less than wall-clock time."""
     trainer.stdin.write("\n")
     trainer.stdin.flush()
     return float(trainer.stdout.readline())
 
 
 def main(old: str, new: str = ".") -> None:
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
-        trainers = start(Path(old), one), start(Path(new), other)
-        for trainer in trainers:
-            for _ in range(5):
+    """Runs the pairs. `old` and `new` are the folders of the two checkouts."""
+    with tempfile.TemporaryDirectory() as old_folder, tempfile.TemporaryDirectory() as new_folder:
+        trainers = {"old": start(Path(old), old_folder), "new": start(Path(new), new_folder)}
+        for trainer in trainers.values():
+            for _ in range(WARM_UP_STEPS):
                 step(trainer)
         ratios = []
         for pair in range(PAIRS):
-            order = (0, 1) if pair % 2 else (1, 0)
-            seconds = {which: step(trainers[which]) for which in order}
-            ratios.append(seconds[0] / seconds[1])
-        for trainer in trainers:
+            order = ("old", "new") if pair % 2 else ("new", "old")
+            seconds = {name: step(trainers[name]) for name in order}
+            ratios.append(seconds["old"] / seconds["new"])
+        for trainer in trainers.values():
             trainer.stdin.close()
             trainer.wait()
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    print(f"one process: {middle:.3f} times as fast as before (quartiles {low:.3f} and {high:.3f}, {PAIRS} pairs)")
+    low, median, high = statistics.quantiles(ratios, n=4)
+    print(f"one process: {median:.3f} times as fast as before (quartiles {low:.3f} and {high:.3f}, {PAIRS} pairs)")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Models with real weights against transformers, in fp32 on the CPU: their logits, and 64 greedy tokens.
+"""Compares a model with real weights in r3lite and in transformers, in fp32 on the CPU: logits and greedy tokens.
 
     python -m bench.real_weights FOLDER --questions data/hotpotqa/train_100.json
 
-Each of the first --count questions is opened as a chat. transformers continues it greedily; r3lite computes the logits
-of all of it. The run is added to bench/results/real-weights.json.
+Each of the first --count questions becomes the prompt of a chat. transformers continues the prompt greedily by up to 64
+tokens. Both libraries then compute the logits of the prompt and its continuation. The run is added to
+bench/results/real-weights.json.
 """
 
 import argparse
@@ -20,17 +21,17 @@ from r3lite.models.causal_lm import CausalLM
 from r3lite.models.weights import load_model
 from r3lite.protocols.tokenizer import Tokenizer
 
-TOKENS = 64
+TOKENS = 64  # the longest continuation
 
 
 @dataclass
 class Comparison:
-    """One prompt: the largest difference of a logit, the largest logit, and how many of the written tokens agree."""
+    """The comparison of one prompt. The names of its fields are keys of the results."""
 
-    difference: float
-    largest: float
-    written: int
-    agreeing: int
+    difference: float  # the largest absolute difference between two logits
+    largest: float  # the largest absolute logit of transformers
+    written: int  # tokens of the continuation
+    agreeing: int  # those of them that have r3lite's largest logit at their position
 
 
 @torch.no_grad()
@@ -40,7 +41,7 @@ def compare(
     tokenizer: Tokenizer,
     prompt: list[int],
 ) -> Comparison:
-    """Continues a prompt greedily by transformers' model `theirs`, and compares the logits of all positions."""
+    """Continues a prompt greedily with transformers' model `theirs`, and compares its logits with those of `ours`."""
     ids = theirs.generate(
         torch.tensor([prompt]),
         max_new_tokens=TOKENS,
@@ -77,7 +78,8 @@ def main(arguments: list[str] | None = None) -> None:
     prompts = [tokenizer.open_chat(question["question"]) for question in questions]
     run |= {"section": flags.folder.name, "note": f"{TOKENS} tokens after each prompt", "records": []}
     for prompt in prompts:
-        run["records"].append(asdict(compare(ours, theirs, tokenizer, prompt)))
+        comparison = compare(ours=ours, theirs=theirs, tokenizer=tokenizer, prompt=prompt)
+        run["records"].append(asdict(comparison))
         print(run["records"][-1], flush=True)
         records.add(flags.results / "real-weights.json", run)
 

@@ -1,18 +1,18 @@
-"""What the page of bench.recipe tells: exact match of each model beside plain RAG's, other scores, and the cost."""
+"""The page of bench.recipe: exact match of each model beside plain RAG's, the other scores, and the costs."""
 
 from collections.abc import Sequence
 
 from bench.records import conditions, table
 from r3lite.settings.commands import BASELINES
 
-SHOWN = {
+SCORE_TITLES = {  # key of a score -> title of its column
     "em": "EM",
     "f1": "F1",
     "format_adherence": "well-formed",
     "retrieval_recall": "recall",
     "mean_searches": "searches",
 }
-OWN = {
+MODEL_TITLES = {  # label of a trained model, or a part of one -> its name on the page
     "untrained": "r3lite's steps without training",
     "sft": "cold start",
     "rag-sft": "plain RAG, fine-tuned",
@@ -31,7 +31,7 @@ is of all starts of a stage, with loading; memory is the largest resident size o
 
 
 def page(runs: Sequence[dict]) -> str:
-    """All runs, newest first."""
+    """Returns the page in Markdown, with all runs, newest first."""
     parts = ["# The whole way on real weights and real questions", ABOUT]
     for run in reversed(runs):
         parts += [f"## {run['section']}, {run['date']}", about(run), tables(run)]
@@ -39,50 +39,57 @@ def page(runs: Sequence[dict]) -> str:
 
 
 def about(run: dict) -> str:
-    """The settings of a run, and whether it was completed."""
-    whole = "Complete." if run["complete"] else f"**Not complete**: {run['stopped']}."
-    flags = "; ".join(f"{kind}: `{words}`" for kind, words in run["flags"].items())
+    """Returns a paragraph with the settings and conditions of a run, and whether it is complete."""
+    status = "Complete." if run["complete"] else f"**Not complete**: {run['stopped']}."
+    flag_list = "; ".join(f"{kind}: `{words}`" for kind, words in run["flags"].items())
     sets = "; ".join(f"{name}: {' and '.join(files)}" for name, files in run["sets"].items())
-    message = f"{whole} {run['model']}, encoder {run['encoder']}, preset `{run['preset']}`, seed {run['seed']}. {sets}."
+    message = (
+        f"{status} {run['model']}, encoder {run['encoder']}, preset `{run['preset']}`, seed {run['seed']}. {sets}."
+    )
     note = f" {run['note']}" if "note" in run else ""
-    return f"{message}{f' Flags: {flags}.' if flags else ''} {conditions(run)}{note}"
+    return f"{message}{f' Flags: {flag_list}.' if flag_list else ''} {conditions(run)}{note}"
 
 
 def tables(run: dict) -> str:
-    """The three tables of a run: exact match by set, other scores, and what each stage took."""
-    return "\n\n".join(part for part in (table(exact_match(run)), table(others(run)), table(costs(run))) if part)
+    """Returns the three tables of a run: exact match by set, other scores, and the costs of the stages.
+
+    A table without rows is left out.
+    """
+    all_tables = [table(rows) for rows in (exact_match(run), other_scores(run), costs(run))]
+    return "\n\n".join(text for text in all_tables if text)
 
 
 def exact_match(run: dict) -> list[dict]:
-    """A row for each model, with its exact match on each set, its differences from plain RAG's and the cold start's,
-    and the mean of sets."""
+    """Returns a row for each model: its exact match on each set, the differences from plain RAG's and the cold start's,
+    and the mean over the sets, if there are several and the model was evaluated on all."""
     rows = []
     for label in dict.fromkeys(score["model"] for score in run["scores"]):
-        of_model = [score for score in run["scores"] if score["model"] == label]
+        model_scores = [score for score in run["scores"] if score["model"] == label]
         row = {"EM": title(label)}
-        for score in of_model:
+        for score in model_scores:
             row[f"{score['set']}, {score['n']} questions"] = spread(score["em"])
             if "em" in score.get("over_rag", {}):
                 row[f"{score['set']}, over RAG"] = spread(score["over_rag"]["em"], "difference", "+")
             if "em" in score.get("over_sft", {}):
                 row[f"{score['set']}, over cold start"] = spread(score["over_sft"]["em"], "difference", "+")
-        if len(of_model) == len(run["sets"]) > 1:
-            row["mean of sets"] = f"{sum(score['em']['value'] for score in of_model) / len(of_model):.3f}"
+        if len(model_scores) == len(run["sets"]) > 1:
+            mean = sum(score["em"]["value"] for score in model_scores) / len(model_scores)
+            row["mean of sets"] = f"{mean:.3f}"
         rows.append(row)
     return rows
 
 
-def others(run: dict) -> list[dict]:
-    """A row for each model and set."""
+def other_scores(run: dict) -> list[dict]:
+    """Returns a row for each model and set, with the scores other than exact match."""
     return [
         {"model": title(score["model"]), "set": score["set"]}
-        | {name: spread(score[key]) for key, name in SHOWN.items() if key != "em"}
+        | {name: spread(score[key]) for key, name in SCORE_TITLES.items() if key != "em"}
         for score in run["scores"]
     ]
 
 
 def costs(run: dict) -> list[dict]:
-    """A row for each stage; comparisons, which take seconds, are left out."""
+    """Returns a row for each stage, without the comparisons, which take only seconds."""
     return [
         {"stage": stage["stage"], "minutes": f"{stage['seconds'] / 60:.1f}", "starts": stage["starts"]}
         | {"MiB": stage.get("peak_mib"), "tokens": stage.get("tokens"), "steps": stage.get("steps")}
@@ -93,12 +100,16 @@ def costs(run: dict) -> list[dict]:
 
 
 def title(label: str) -> str:
-    """What a reader calls a model."""
-    return BASELINES.get(label) or OWN.get(label) or ", then ".join(OWN[part] for part in label.split("-"))
+    """Returns the name of a baseline or a trained model on the page. A label such as "half1-rl" joins two titles."""
+    single_title = BASELINES.get(label) or MODEL_TITLES.get(label)
+    return single_title or ", then ".join(MODEL_TITLES[part] for part in label.split("-"))
 
 
 def spread(score: dict | None, key: str = "value", sign: str = "") -> str | None:
-    """A score or a difference with its interval."""
+    """Returns a number with the ends of its interval, or None if it is missing.
+
+    `key` is "value" for a score and "difference" for a difference. `sign` is "+" to show plus signs, or "".
+    """
     if score is None or score.get(key) is None:
         return None
     value, low, high = (f"{score[name]:{sign}.3f}" for name in (key, "low", "high"))

@@ -1,4 +1,7 @@
-"""The flags of bench.recipe, and the settings that they make."""
+"""The flags of bench.recipe, the settings that are read from them, and the models that the settings lead to.
+
+A "way" is one run of bench.recipe with all its stages, see there.
+"""
 
 import argparse
 import re
@@ -10,181 +13,208 @@ from bench.options import RESULTS
 from r3lite.core.invocation import resolve
 from r3lite.evaluate import EvaluateConfig
 
-COLD = "sft"  # the name of the cold start, and of its adapter
-RAG_SFT = "rag-sft"  # of the control: plain RAG, fine-tuned
-SELF_CONTROL = "self-control"  # of the control: gold alone, for as many steps as the self round took
-THEN = (RAG_SFT, "self", "rl")
-# What the model does without training: the values of --baseline, or the steps of r3lite itself.
+# Labels of models, which are also the names of their outputs.
+COLD = "sft"  # the cold start: SFT on the demonstrations of all questions
+RAG_SFT = "rag-sft"  # a control: plain RAG, fine-tuned
+SELF_CONTROL = "self-control"  # a control: SFT on the demonstrations alone, for as many steps as the self round took
+LATER_STAGES = (RAG_SFT, "self", "rl")  # the values of --then
+# Flags of `evaluate` for each baseline: a value of --baseline, or nothing for r3lite's own steps without training.
 BASELINES = {
-    "rag": ["--baseline", "rag", "--top-k", "5"],  # one retrieval only: it gets more documents than a step
+    "rag": ["--baseline", "rag", "--top-k", "5"],  # it retrieves only once, so it gets more documents than a step does
     "closed-book": ["--baseline", "closed-book"],
     "gold": ["--baseline", "gold"],
     "untrained": [],
 }
-KINDS = ("collect", "self", "sft", RAG_SFT, "ppo", "evaluate", *BASELINES)  # what --flags can be for
-NAME = re.compile(r"[\w-]+")  # of a set
+KINDS = ("collect", "self", "sft", RAG_SFT, "ppo", "evaluate", *BASELINES)  # the kinds of stages that --flags can name
+SET_NAME = re.compile(r"[\w-]+")
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A model that the way trains, of a `kind`: the cold start (COLD), RAG_SFT, "half" (SFT on the demonstrations of
-    one half of the questions), "self" (SFT on gold and sampled trajectories), SELF_CONTROL, "rl" (on one half of the
-    questions) or "mean" (of adapters)."""
+class TrainedModel:
+    """A model that a way trains.
 
-    label: str  # its name, and that of its output
+    Its `kind` is COLD, RAG_SFT, "half" (SFT on the demonstrations of one half of the questions), "self" (SFT on
+    demonstrations and sampled trajectories), SELF_CONTROL, "rl" (reinforcement learning on one half of the questions)
+    or "mean" (the mean of other models' adapters).
+    """
+
+    label: str  # the name of the model and of its output
     kind: str
-    half: int = 0  # the half of the questions that it is trained on, 1 or 2; 0: all
-    begins: tuple[str, ...] = ()  # labels of the models whose adapters it is made from; others are made from the base
+    half: int = 0  # the half of the questions that the model is trained on, 1 or 2; 0: all questions
+    parents: tuple[str, ...] = ()  # labels of the models whose adapters it starts from; empty: it starts from the base
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a way is made of, apart from where it goes."""
+    """The settings of a way, except its folders. The names of the fields are keys of recipe.json."""
 
     model: str
     encoder: str
-    sets: dict[str, tuple[str, str]]  # by name: training file, dev file
-    weights: dict[str, float]  # by name: share in what is trained on
+    sets: dict[str, tuple[str, str]]  # name of a set -> (training file, dev file)
+    weights: dict[str, float]  # name of a set -> its weight among the trajectories of SFT
     preset: str
     seed: int
-    limit: int | None
-    then: tuple[str, ...] = ()
+    limit: int | None  # only the first so many dev questions of each set are evaluated; None: all
+    then: tuple[str, ...] = ()  # stages after the cold start, from LATER_STAGES
     baselines: tuple[str, ...] = tuple(BASELINES)
-    cross_fit: bool = False
+    cross_fit: bool = False  # RL: also with the halves exchanged, and the mean of both adapters
     dtype: str = "auto"
     device: str = "auto"
-    flags: dict[str, str] = field(default_factory=dict)  # by kind
+    flags: dict[str, str] = field(default_factory=dict)  # kind of stage, from KINDS -> further flags of its commands
 
     @property
-    def common(self) -> list[str]:
+    def common_flags(self) -> list[str]:
+        """The flags of every command that trains, evaluates, collects or exports."""
         return ["--preset", self.preset, "--seed", str(self.seed)]
 
     @property
-    def runs_model(self) -> list[str]:
-        return [*self.common, "--model", self.model, "--dtype", self.dtype, "--device", self.device]
+    def model_flags(self) -> list[str]:
+        """The flags of every command that runs the model; they include the common ones."""
+        return [*self.common_flags, "--model", self.model, "--dtype", self.dtype, "--device", self.device]
 
     @property
-    def searches(self) -> list[str]:
+    def search_flags(self) -> list[str]:
+        """The flags of every command that retrieves documents."""
         return ["--encoder", self.encoder]
 
     @property
     def dev_files(self) -> list[str]:
         return [dev for _, dev in self.sets.values()]
 
-    def more(self, *kinds: str) -> list[str]:
-        """The flags that the user gave for kinds of stages."""
+    def extra_flags(self, *kinds: str) -> list[str]:
+        """Returns the further flags that --flags has for these kinds of stages."""
         return [word for kind in kinds for word in shlex.split(self.flags.get(kind, ""))]
 
-    def models(self) -> list[Trained]:
-        """The models that are trained, in their order; the stages "self" and "rl" share those of the halves."""
-        models = {COLD: Trained(COLD, COLD)}
-        for what in self.then:
-            for model in self.of_stage(what):
+    def models(self) -> list[TrainedModel]:
+        """Returns all models that the way trains, in the order of training.
+
+        The stages "self" and "rl" share the models of the halves: each of those is trained once.
+        """
+        models = {COLD: TrainedModel(label=COLD, kind=COLD)}
+        for stage in self.then:
+            for model in self.models_of_stage(stage):
                 models.setdefault(model.label, model)
         return list(models.values())
 
-    def of_stage(self, what: str) -> list[Trained]:
-        """The models of a stage after the cold start, in their order."""
-        if what == RAG_SFT:
-            return [Trained(RAG_SFT, RAG_SFT)]
-        if what == "self":
-            halves = [taught_half(1), taught_half(2)]  # each samples the questions of the other half
-            return [*halves, Trained("self", "self"), Trained(SELF_CONTROL, SELF_CONTROL)]
-        return self.reinforced()
+    def models_of_stage(self, stage: str) -> list[TrainedModel]:
+        """Returns the models of a stage after the cold start, in the order of training."""
+        if stage == RAG_SFT:
+            return [TrainedModel(label=RAG_SFT, kind=RAG_SFT)]
+        if stage == "self":
+            self_round = TrainedModel(label="self", kind="self")
+            control = TrainedModel(label=SELF_CONTROL, kind=SELF_CONTROL)
+            # The model of each half samples trajectories for the questions of the other half.
+            return [half_model(1), half_model(2), self_round, control]
+        return self.rl_models()
 
-    def reinforced(self) -> list[Trained]:
-        """The models of the stage "rl": an adapter learns the demonstrations of one half of the questions and is
-        reinforced on the other half, which it may not answer from memory.
+    def rl_models(self) -> list[TrainedModel]:
+        """Returns the models of the stage "rl".
 
-        With `cross_fit` another one does the reverse, and the mean of both has learned from all questions.
+        An adapter is trained on the demonstrations of half 1 of the questions and then by reinforcement learning on
+        half 2, so that it cannot answer from memory. With `cross_fit`, a second adapter is trained with the halves
+        exchanged, and the mean of both adapters is added: it has been trained on all questions.
         """
-        models, ends = [], []
-        for half, other in ((1, 2), (2, 1)) if self.cross_fit else ((1, 2),):
-            taught = taught_half(half)
-            ends.append(Trained(f"{taught.label}-rl", "rl", other, begins=(taught.label,)))
-            models += [taught, ends[-1]]
+        models = []
+        rl_labels = []
+        for sft_half, rl_half in ((1, 2), (2, 1)) if self.cross_fit else ((1, 2),):
+            sft_model = half_model(sft_half)
+            rl_label = f"{sft_model.label}-rl"
+            models.append(sft_model)
+            models.append(TrainedModel(label=rl_label, kind="rl", half=rl_half, parents=(sft_model.label,)))
+            rl_labels.append(rl_label)
         if self.cross_fit:
-            models.append(Trained("rl-mean", "mean", begins=tuple(model.label for model in ends)))
+            models.append(TrainedModel(label="rl-mean", kind="mean", parents=tuple(rl_labels)))
         return models
 
     def labels(self) -> list[str]:
-        """The names of the models that are trained, in their order."""
+        """Returns the labels of all models that the way trains, in the order of training."""
         return [model.label for model in self.models()]
 
 
-def taught_half(half: int) -> Trained:
-    """The model that learns the demonstrations of a half of the questions."""
-    return Trained(f"half{half}", "half", half)
+def half_model(half: int) -> TrainedModel:
+    """Returns the model that is trained by SFT on the demonstrations of one half of the questions."""
+    return TrainedModel(label=f"half{half}", kind="half", half=half)
 
 
 def without_length(words: list[str]) -> list[str]:
-    """The flags of an `sft` but for those that set its length, --epochs and --max-steps."""
-    length = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    length.add_argument("--epochs")
-    length.add_argument("--max-steps")
-    return length.parse_known_args(words)[1]
+    """Returns the flags of an `sft` command without those that set the length of training, --epochs and --max-steps."""
+    length_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    length_parser.add_argument("--epochs")
+    length_parser.add_argument("--max-steps")
+    return length_parser.parse_known_args(words)[1]
 
 
 def parse(argv: list[str] | None, description: str) -> tuple[Settings, argparse.Namespace]:
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--model", help="folder, hub id or tiny; by default the preset's")
-    made.add_argument("--model-name", help="what the results call it; by default the folder's or the hub's name")
-    made.add_argument("--encoder", help="folder, hub id or hashing; by default the preset's")
-    made.add_argument(
+    """Returns the settings that the flags select, and the flags themselves. Exits with a message if they are wrong."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder, hub id or tiny; by default the preset's")
+    parser.add_argument("--model-name", help="what the results call it; by default the folder's or the hub's name")
+    parser.add_argument("--encoder", help="folder, hub id or hashing; by default the preset's")
+    parser.add_argument(
         "--set",
         action="append",
         required=True,
         metavar="NAME=TRAIN,DEV[,WEIGHT]",
         help="one data set's files, and its weight among the trajectories of SFT (1); RL asks of all sets alike",
     )
-    made.add_argument(
+    parser.add_argument(
         "--then",
         nargs="*",
-        choices=THEN,
+        choices=LATER_STAGES,
         default=[],
         help=f"stages after the cold start, in this order; {RAG_SFT}: plain RAG fine-tuned on the same questions; "
         "self: two adapters each learn the demonstrations of one half of the questions and sample the other half, then "
         "SFT on gold and these samples, and on gold alone for as many steps; rl: SFT on the demonstrations of one "
         "half, then RL on the other half",
     )
-    made.add_argument("--cross-fit", action="store_true", help="rl: also the reverse, and the mean of both adapters")
-    made.add_argument("--baselines", nargs="*", choices=BASELINES, default=tuple(BASELINES))
-    made.add_argument("--seed", type=int, default=0)
-    made.add_argument("--limit", type=int, metavar="N", help="only the first N dev questions of each set")
-    made.add_argument("--preset", default="hotpotqa")
-    made.add_argument("--flags", nargs="+", default=[], metavar="KIND=FLAGS", help=f"KIND: {', '.join(KINDS)}")
-    made.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    made.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
-    made.add_argument("--output", type=Path, default=Path("runs/recipe"), help="folder of the way")
-    made.add_argument("--results", type=Path, default=RESULTS, help="folder to which the way is added")
-    given = made.parse_args(argv)
-    named = {name: files.split(",") for name, _, files in (text.partition("=") for text in given.set)}
-    for name, parts in named.items():
-        if not NAME.fullmatch(name) or len(parts) not in (2, 3) or not all(parts):
-            made.error(
+    parser.add_argument("--cross-fit", action="store_true", help="rl: also the reverse, and the mean of both adapters")
+    parser.add_argument("--baselines", nargs="*", choices=BASELINES, default=tuple(BASELINES))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N dev questions of each set")
+    parser.add_argument("--preset", default="hotpotqa")
+    parser.add_argument("--flags", nargs="+", default=[], metavar="KIND=FLAGS", help=f"KIND: {', '.join(KINDS)}")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--dtype", default="auto", choices=["auto", "fp32", "bf16", "fp16"])
+    parser.add_argument("--output", type=Path, default=Path("runs/recipe"), help="folder of the way")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder to which the way is added")
+    flags = parser.parse_args(argv)
+    set_parts = {name: files.split(",") for name, _, files in (text.partition("=") for text in flags.set)}
+    for name, parts in set_parts.items():
+        if not SET_NAME.fullmatch(name) or len(parts) not in (2, 3) or not all(parts):
+            parser.error(
                 f"--set {name}: write it as NAME=TRAIN,DEV or NAME=TRAIN,DEV,WEIGHT, NAME of letters, digits, - and _"
             )
     try:
-        weights = {name: float(parts[2]) if len(parts) == 3 else 1.0 for name, parts in named.items()}
+        weights = {name: float(parts[2]) if len(parts) == 3 else 1.0 for name, parts in set_parts.items()}
     except ValueError as error:
-        made.error(f"--set: a weight is a number: {error}")
-    files = {name: (train, dev) for name, (train, dev, *_) in named.items()}
-    flags = {kind: words for kind, _, words in (text.partition("=") for text in given.flags)}
-    if unknown := [kind for kind in flags if kind not in KINDS]:
-        made.error(f"--flags {unknown[0]}: write it as KIND=FLAGS, KIND one of {', '.join(KINDS)}")
-    if twice := [what for what in THEN if given.then.count(what) > 1]:
-        made.error(f"--then has {twice[0]} twice, which would train the same again")
-    if given.cross_fit and "rl" not in given.then:
-        made.error("--cross-fit works only with --then rl")
-    usual = resolve("evaluate", EvaluateConfig(), ["--preset", given.preset])
-    model, encoder = given.model or usual.model.model, given.encoder or usual.retrieval.encoder
-    stages = {"then": tuple(given.then), "baselines": tuple(given.baselines), "cross_fit": given.cross_fit}
-    on = {"dtype": given.dtype, "device": given.device}
-    return Settings(
-        model, encoder, files, weights, given.preset, given.seed, given.limit, **stages, **on, flags=flags
-    ), given
+        parser.error(f"--set: a weight is a number: {error}")
+    files = {name: (train, dev) for name, (train, dev, *_) in set_parts.items()}
+    extra_flags = {kind: words for kind, _, words in (text.partition("=") for text in flags.flags)}
+    if unknown := [kind for kind in extra_flags if kind not in KINDS]:
+        parser.error(f"--flags {unknown[0]}: write it as KIND=FLAGS, KIND one of {', '.join(KINDS)}")
+    if repeated := [stage for stage in LATER_STAGES if flags.then.count(stage) > 1]:
+        parser.error(f"--then has {repeated[0]} twice, which would train the same again")
+    if flags.cross_fit and "rl" not in flags.then:
+        parser.error("--cross-fit works only with --then rl")
+    preset_config = resolve("evaluate", EvaluateConfig(), ["--preset", flags.preset])
+    settings = Settings(
+        model=flags.model or preset_config.model.model,
+        encoder=flags.encoder or preset_config.retrieval.encoder,
+        sets=files,
+        weights=weights,
+        preset=flags.preset,
+        seed=flags.seed,
+        limit=flags.limit,
+        then=tuple(flags.then),
+        baselines=tuple(flags.baselines),
+        cross_fit=flags.cross_fit,
+        dtype=flags.dtype,
+        device=flags.device,
+        flags=extra_flags,
+    )
+    return settings, flags
 
 
 def name_of(model: str) -> str:
-    """The name of a model's folder, or a hub id."""
+    """Returns the last part of the path if `model` is a folder, else `model` itself, which is a hub id."""
     return Path(model).resolve().name if Path(model).is_dir() else model

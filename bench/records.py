@@ -1,7 +1,8 @@
-"""Results on disk: every run of a bench, with what it ran on, in a JSON file; the same in Markdown, with ranges.
+"""Stores the runs of benches in JSON files, with the conditions of each run, and shows them as pages in Markdown.
 
-A file is of one bench on one kind of device: `{"runs": [...]}`, in the order of time. A run is one section (a kind of
-work) measured at one time; none is replaced. What early runs did not record says NOT_RECORDED.
+A JSON file has the runs of one bench on one kind of device: `{"runs": [...]}`, in the order of time. A run has the
+records of one section (a kind of work such as "decode") that were measured at one time. Later runs never replace
+earlier ones. A field that early runs did not record has the value NOT_RECORDED.
 """
 
 import json
@@ -18,23 +19,24 @@ from r3lite.devices import machine
 from r3lite.devices.precision import Precision, dtype_name
 
 NOT_RECORDED = "not recorded"
-CONDITIONS = ("precision", "processor", "threads")  # ranges are over runs that agree in them
+CONDITIONS = ("precision", "processor", "threads")  # a range is over runs in which these fields are equal
+# The packages whose versions are recorded.
 PACKAGES = ("torch", "transformers", "peft", "trl", "sentence-transformers")
 ROOT = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One of the benches: the name of its files, and how its runs are held against each other."""
+    """A bench: the name of its files, the title of its page, and the columns by which its runs are compared."""
 
     name: str
     title: str
-    keys: tuple[str, ...]  # columns that say what was measured; rows of two runs that agree in them are compared
-    figures: tuple[str, ...]  # columns whose ranges over all runs are shown
+    keys: tuple[str, ...]  # columns that say what was measured: records in which they are equal are compared
+    figures: tuple[str, ...]  # columns with measured numbers: their ranges over all runs are shown
 
 
 def provenance(precision: Precision) -> dict:
-    """What a measurement that starts now depends on."""
+    """Returns the conditions of a measurement that starts now: the date, the code, the machine and the precision."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": commit(ROOT),
@@ -46,7 +48,10 @@ def provenance(precision: Precision) -> dict:
 
 
 def commit(folder: Path) -> str:
-    """The commit that is checked out, with +dirty if tracked files differ from it, results aside; or "not in git"."""
+    """Returns the commit that is checked out in a folder, or "not in git".
+
+    "+dirty" is appended if tracked files outside bench/results differ from the commit.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(folder), *arguments]
@@ -55,18 +60,19 @@ def commit(folder: Path) -> str:
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)bench/results")
         return git("rev-parse", "HEAD") + ("+dirty" if changed else "")
-    except (OSError, subprocess.CalledProcessError):  # no git here, or no checkout
+    except (OSError, subprocess.CalledProcessError):  # git is not installed, or the folder is no checkout
         return "not in git"
 
 
 def processor(device: str) -> str:
-    """The name of the card or, on the CPU, of the processor."""
+    """Returns the name of the CUDA device or, for "cpu", of the processor."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     return machine.processor()
 
 
 def version(package: str) -> str:
+    """Returns the version of an installed package, or "not installed"."""
     try:
         return torch.__version__ if package == "torch" else metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -74,77 +80,100 @@ def version(package: str) -> str:
 
 
 def read(path: Path) -> list[dict]:
-    """The runs of a file, oldest first; none if it does not exist."""
+    """Returns the runs of a file, oldest first; an empty list if the file does not exist."""
     remedy = "Move the file away, or name another folder with --results."
     return read_record(path, remedy).items("runs") if path.exists() else []
 
 
 def keep(folder: Path, device: str, bench: Bench, run: dict) -> None:
-    """Adds a run, or what it has measured so far: a run of the same section and date is the same one, grown."""
+    """Adds a run to the bench's JSON file, and writes the bench's page again.
+
+    May be called again while the run goes on: a run with the same section and date replaces its earlier state.
+    """
     path = folder / f"{bench.name}-{device}.json"
     write_text(path.with_suffix(".md"), markdown(bench, add(path, run)))
 
 
 def add(path: Path, run: dict) -> list[dict]:
-    """Adds a run to a file of runs, as `keep` does, and returns all of them."""
-    runs = [known for known in read(path) if (known["section"], known["date"]) != (run["section"], run["date"])]
+    """Adds a run to a JSON file as `keep` does, and returns all runs of the file."""
+    identity = (run["section"], run["date"])
+    runs = [recorded for recorded in read(path) if (recorded["section"], recorded["date"]) != identity]
     runs.append(run)
     write_text(path, json.dumps({"runs": runs}, indent=1) + "\n")
     return runs
 
 
 def markdown(bench: Bench, runs: list[dict]) -> str:
-    """Each section with the ranges over its runs, and then the runs themselves, newest first."""
+    """Returns the page: for each section a table of ranges over its runs, then the runs themselves, newest first."""
     parts = [f"# {bench.title}"]
     for section in dict.fromkeys(run["section"] for run in runs):
-        of_section = [run for run in runs if run["section"] == section]
-        parts += [f"## {section}", f"Over all {len(of_section)} runs, none left out:", table(ranges(bench, of_section))]
-        for run in reversed(of_section):
+        section_runs = [run for run in runs if run["section"] == section]
+        parts += [f"## {section}", f"Over all {len(section_runs)} runs, none left out:"]
+        parts.append(table(ranges(bench, section_runs)))
+        for run in reversed(section_runs):
             parts += [f"### {section}, {run['date']}", conditions(run), run["note"], table(run["records"])]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def ranges(bench: Bench, runs: list[dict]) -> list[dict]:
-    """One row for what was measured under the same conditions: in how many runs, the least and the most of figures."""
-    groups: dict[str, list[dict]] = {}
+    """Returns a row for each group of records with equal keys and conditions.
+
+    A row has the number of records in the group, and for each figure the smallest and the largest value.
+    """
+    groups: dict[str, list[dict]] = {}  # JSON of the keys and conditions -> records
     for run in runs:
         for record in run["records"]:
-            named = {name: record[name] for name in bench.keys if name in record}
-            named |= {name: run[name] for name in CONDITIONS}
-            groups.setdefault(json.dumps(named), []).append(record)
-    found = []
-    for named, records in groups.items():
-        found.append({**json.loads(named), "runs": len(records)})
+            group = {name: record[name] for name in bench.keys if name in record}
+            group |= {name: run[name] for name in CONDITIONS}
+            groups.setdefault(json.dumps(group), []).append(record)
+    rows = []
+    for group_json, records in groups.items():
+        ranges_row = {**json.loads(group_json), "runs": len(records)}
         for figure in bench.figures:
-            values = [r[figure] for r in records if isinstance(r.get(figure), int | float)]
+            values = [record[figure] for record in records if isinstance(record.get(figure), int | float)]
             if values:
-                low, high = min(values), max(values)
-                found[-1][figure] = str(low) if low == high else f"{low} to {high}"
-    return found
+                low = min(values)
+                high = max(values)
+                ranges_row[figure] = str(low) if low == high else f"{low} to {high}"
+        rows.append(ranges_row)
+    return rows
 
 
 def conditions(run: dict) -> str:
-    """What a run ran on, in one line."""
-    where = f"Commit {run['commit']}" + (f" (committed in {run['committed_in']})" if "committed_in" in run else "")
+    """Returns the conditions of a run in one line."""
+    commit_text = f"Commit {run['commit']}"
+    if "committed_in" in run:
+        commit_text += f" (committed in {run['committed_in']})"
     versions = ", ".join(f"{name} {number}" for name, number in run["versions"].items())
-    return f"{where}; precision {run['precision']}; {run['processor']}, threads {run['threads']}; {versions}."
+    return f"{commit_text}; precision {run['precision']}; {run['processor']}, threads {run['threads']}; {versions}."
 
 
 def table(records: list[dict]) -> str:
-    """A Markdown table of records; those that lack a column have an empty cell."""
+    """Returns a Markdown table with a row for each record, "" without records. A missing value is an empty cell."""
     columns = columns_of(records)
     return "\n".join([head(columns), *(row(record, columns) for record in records)]) if records else ""
 
 
 def columns_of(records: list[dict]) -> list[str]:
+    """Returns the names of all columns that any of the records has, in the order of their first occurrence."""
     return list(dict.fromkeys(name for record in records for name in record))
 
 
 def head(columns: list[str]) -> str:
+    """Returns the two head lines of a Markdown table."""
     titles = [name.replace("_per_second", "/s").replace("_", " ") for name in columns]
     return "| " + " | ".join(titles) + " |\n" + "|---" * len(columns) + "|"
 
 
 def row(record: dict, columns: list[str]) -> str:
-    cells = ["" if record.get(name) is None else record[name] for name in columns]
-    return "| " + " | ".join(" / ".join(map(str, c)) if isinstance(c, list) else str(c) for c in cells) + " |"
+    """Returns a record as a line of a Markdown table. The elements of a list are separated by slashes."""
+    cells = []
+    for name in columns:
+        value = record.get(name)
+        if value is None:
+            cells.append("")
+        elif isinstance(value, list):
+            cells.append(" / ".join(map(str, value)))
+        else:
+            cells.append(str(value))
+    return "| " + " | ".join(cells) + " |"

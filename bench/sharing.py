@@ -1,10 +1,14 @@
-"""What episodes of a question save by sharing what they have in common: prefilled tokens, decoded rows, time.
+"""Measures what episodes of the same question save by sharing equal tokens: prefilled tokens, decoded rows and time.
 
     python -m bench.sharing --adapter runs/quickstart/sft     # a round of GRPO on the sample world: 4 questions x 8
 
-`prompts_alone` are the tokens that would be prefilled if only the prompt were shared. `own_rows` is the same round with
-a row of the KV cache for each episode: prefixes are copied, but tokens that are sampled alike are decoded once for each
-episode. Times are of the processor, of sampling without what fetches documents; both take turns on the same questions.
+Each round runs twice. In the shared run, episodes whose tokens are equal so far share a row of the KV cache, as they
+always do in r3lite. In the own-rows run, each episode has a row of its own: prefixes are copied from row to row, but
+tokens that several episodes sample alike are decoded once for each of these episodes. Times are CPU seconds of prefill
+and decode. The shared run and the own-rows run alternate on the same questions.
+
+In the results, `prompts_alone` is the number of tokens that would be prefilled if episodes shared only their prompt.
+`decoded` and `decoded_own_rows` are the decoded rows of the two runs.
 """
 
 import argparse
@@ -33,8 +37,8 @@ from r3lite.rollout.scheduler import Scheduler
 from r3lite.rollout.sequence import Sequence
 
 SHARING = records.Bench(
-    "sharing",
-    "What episodes of a question share",
+    name="sharing",
+    title="What episodes of a question share",
     keys=("model", "questions", "episodes"),
     figures=("prefilled", "prompts_alone", "prefilled_share", "decoded_share", "time_ratio"),
 )
@@ -42,10 +46,14 @@ SHARING = records.Bench(
 
 @dataclass
 class Counted(Engine):
-    """An engine that counts what its model runs, and the processor's seconds of that."""
+    """An engine that counts the tokens and rows that its model runs, and the CPU seconds of prefill and decode.
 
-    prefilled: int = 0  # tokens
-    decoded: int = 0  # rows of all passes that decode
+    The seconds are those of all threads of the process. So CPU time that the retriever's thread uses during a prefill
+    or decode is included.
+    """
+
+    prefilled: int = 0  # tokens of all prefills
+    decoded: int = 0  # rows of all decoding passes, added up
     seconds: float = 0.0
 
     def _prefill(self, scheduler: Scheduler) -> None:
@@ -66,48 +74,61 @@ class Counted(Engine):
 
 
 def prompts_alone(sequences: list[Sequence], group: int) -> int:
-    """Returns the tokens that are prefilled if the episodes of a group share their prompt and nothing else."""
+    """Returns the number of tokens that are prefilled if the episodes of a group share their prompt and nothing else.
+
+    `group` is the number of episodes of a question; the episodes of a question follow each other.
+
+    The last token before a sampled one is not prefilled: the decoder runs it to get the first logits. So of a prompt of
+    k tokens k - 1 are prefilled. Of an observation (documents) of k tokens also k are prefilled: k - 1 of its own, and
+    the last token of the turn before, which was sampled but not run yet.
+    """
     count = 0
-    for place, sequence in enumerate(sequences):
-        prompt = sequence.action_mask.index(True)
-        observations = sequence.action_mask[prompt:].count(False)
-        count += observations
-        if place % group == 0:
-            count += prompt - 1
+    for index, sequence in enumerate(sequences):
+        prompt_length = sequence.action_mask.index(True)
+        observation_length = sequence.action_mask[prompt_length:].count(False)  # of all observations together
+        count += observation_length
+        if index % group == 0:  # the first episode of a question
+            count += prompt_length - 1
     return count
 
 
 def measure(engine: Counted, flags: argparse.Namespace) -> dict:
-    """Runs the pairs, after one that is not counted."""
+    """Runs --pairs times a shared and an own-rows round, and returns the record of the results.
+
+    A first, warm-up pair is not counted.
+    """
     questions = read_questions(shipped("data", "world", "train.jsonl"), flags.questions)
     retrieve = build_retriever(Setup(engine_config(flags).retrieval, questions))
-    asked = [question for question in questions for _ in range(flags.group)]
-    engine.grant.memory = replace(engine.grant.memory, rollout_batch_size=len(asked))
+    episode_questions = [question for question in questions for _ in range(flags.group)]
+    engine.grant.memory = replace(engine.grant.memory, rollout_batch_size=len(episode_questions))
     shared_seconds = []
     ratios = []
     for pair in range(flags.pairs + 1):
-        seeds = [f"{pair}/{i}" for i in range(len(asked))]
+        seeds = [f"{pair}/{episode}" for episode in range(len(episode_questions))]
         shared = replace(engine, prefilled=0, decoded=0, seconds=0.0)
-        sequences = shared.run(asked, seeds, retrieve)
-        own_rows = replace(engine, prefilled=0, decoded=0, seconds=0.0)
+        shared_sequences = shared.run(episode_questions, seeds, retrieve)
+        separate = replace(engine, prefilled=0, decoded=0, seconds=0.0)
+        # The scheduler never finds a row with equal tokens, so each episode gets a row of its own.
         with mock.patch.object(Scheduler, "_equal_row", lambda scheduler, sequence: []):
-            alone = own_rows.run(asked, seeds, retrieve)
-        if pair:
+            separate_sequences = separate.run(episode_questions, seeds, retrieve)
+        if pair > 0:  # not the warm-up
             shared_seconds.append(shared.seconds)
-            ratios.append(shared.seconds / own_rows.seconds)
-    expected = prompts_alone(sequences, flags.group)
-    equal = sum(one.tokens == other.tokens for one, other in zip(sequences, alone, strict=True))
+            ratios.append(shared.seconds / separate.seconds)
+    prefilled_with_prompts_shared = prompts_alone(shared_sequences, flags.group)
+    equal_episodes = 0
+    for shared_sequence, separate_sequence in zip(shared_sequences, separate_sequences, strict=True):
+        equal_episodes += shared_sequence.tokens == separate_sequence.tokens
     return {
         "model": flags.model,
         "questions": flags.questions,
-        "episodes": len(asked),
-        "equal_episodes": equal,
+        "episodes": len(episode_questions),
+        "equal_episodes": equal_episodes,
         "prefilled": shared.prefilled,
-        "prompts_alone": expected,
-        "prefilled_share": round(shared.prefilled / expected, 3),
+        "prompts_alone": prefilled_with_prompts_shared,
+        "prefilled_share": round(shared.prefilled / prefilled_with_prompts_shared, 3),
         "decoded": shared.decoded,
-        "decoded_own_rows": own_rows.decoded,
-        "decoded_share": round(shared.decoded / own_rows.decoded, 3),
+        "decoded_own_rows": separate.decoded,
+        "decoded_share": round(shared.decoded / separate.decoded, 3),
         "seconds": round(statistics.median(shared_seconds), 2),
         "time_ratio": round(statistics.median(ratios), 3),
         "time_ratios": " ".join(f"{ratio:.3f}" for ratio in ratios),
@@ -115,7 +136,7 @@ def measure(engine: Counted, flags: argparse.Namespace) -> dict:
 
 
 def engine_config(flags: argparse.Namespace) -> EvaluateConfig:
-    """Returns the settings of an engine that answers from the sample world."""
+    """Returns the settings of an engine on the CPU that answers questions of the sample world from its corpus."""
     arguments = ["--preset", "tiny", "--model", flags.model, "--adapter", flags.adapter, "--dtype", "fp32"]
     arguments += ["--device", "cpu", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
     return resolve("evaluate", EvaluateConfig(), arguments)
@@ -132,15 +153,14 @@ def main() -> None:
     parser.add_argument("--note", default="", help="what else the machine did, and whose adapter it is")
     parser.add_argument("--results", type=Path, default=options.RESULTS)
     flags = parser.parse_args()
-    built = build_engine(engine_config(flags), flags.questions * flags.group)
-    engine = Counted(**vars(built))
+    engine = Counted(**vars(build_engine(engine_config(flags), flags.questions * flags.group)))
     engine.sampler = Sampler(flags.temperature)
     record = measure(engine, flags)
     print(records.table([record]), flush=True)
     note = f"{flags.pairs} pairs; processor time. {flags.note}".strip()
     precision = Precision(torch.float32, torch.device("cpu"))
     run = {"section": "rounds of GRPO", **records.provenance(precision), "note": note, "records": [record]}
-    records.keep(flags.results, "cpu", SHARING, run)
+    records.keep(folder=flags.results, device="cpu", bench=SHARING, run=run)
 
 
 if __name__ == "__main__":

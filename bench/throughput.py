@@ -1,18 +1,23 @@
-"""Speed of decoding, prefill, SFT and whole GRPO and PPO steps, beside transformers + peft and TRL on the same work.
+"""Compares the speed of decoding, prefill, SFT and GRPO and PPO steps with transformers + peft and TRL.
 
     python -m bench.throughput --models DIR                      # everything that is installed
     python -m bench.throughput --only decode sft --repeats 5
     python -m bench.throughput --only scaling                    # how cost grows; r3lite alone
     python -m bench.throughput --only encoder --corpus FILE      # vectors of a corpus's first passages, in fp32
 
-Contestants of one contest run in turn, in one process, `--repeats` times each after a warm-up; the table has medians
-and spreads. Weights, shapes, prompts, precision and numbers of sampled tokens are the same; a LoRA adapter (r=8, all
-projections) is on everywhere, but for the row of decoding whose adapter is merged. SFT has a budget of 4 GiB: the peers
-train with activation checkpointing and without, by the loss of transformers and by that of TRL's SFTTrainer, and the
-fastest whose peak is within it is the one compared. Beside decoding stands its floor: the bare matrix products of the
-same weights for the same number of rows; `of floor` is the share of its speed that a contestant reaches. Beside SFT
-stands the device's peak: as many operations as are of use in the step (see limits.training_flops), in large matrix
-products; `of peak` is the share of their speed.
+The contestants of a contest run in turn in one process: a warm-up, and then `--repeats` times each. The table has
+medians and spreads. All contestants have the same weights, shapes, prompts, precision and numbers of sampled tokens.
+All have a LoRA adapter (r=8, all projections). In one row of decoding it is merged into the weights; everywhere else it
+is computed beside them.
+
+SFT has a memory budget of 4 GiB. The peers train with and without activation checkpointing, each with the loss of
+transformers and with that of TRL's SFTTrainer. r3lite is compared with the fastest peer whose peak memory is within the
+budget.
+
+Two further rows show limits. The floor of decoding is the time of only the matrix products: of the same weights with
+the same number of rows. `of floor` is the share of the floor's speed that a contestant reaches. The peak of SFT is the
+time of large matrix products with as many operations as the step needs (see limits.training_flops). `of peak` is the
+share of the peak's speed that a contestant reaches.
 """
 
 import argparse
@@ -30,68 +35,99 @@ from bench.scaling import growths
 from r3lite.core.files import shipped
 from r3lite.devices.precision import Precision
 
-NEW = 64  # tokens of a decoding contest
-BATCHES = (1, 8, 32)
-ROWS = (512, 1024)  # tokens of a row of an SFT contest
-GIB = 4  # budget of SFT
+NEW = 64  # tokens that are decoded for each prompt
+BATCHES = (1, 8, 32)  # prompts
+ROWS = (512, 1024)  # tokens of the row of an SFT contest
+SFT_BUDGET_GIB = 4
+MIB_PER_GIB = 1024
 KINDS = ("decode", "prefill", "sft", "grpo", "ppo", "encoder", "scaling")
-PEFT, MERGED = "transformers + peft", "transformers, adapter merged"
+# Names of contestants.
+PEFT = "transformers + peft"
+MERGED = "transformers, adapter merged"
 TRL_SFT = "transformers + peft, TRL's loss"
 SPEED = records.Bench(
-    "throughput",
-    "Speed",
+    name="throughput",
+    title="Speed",
     keys=("contest", "corpus", "mean_tokens", "contestant", "cost_of"),
     figures=("tokens_per_second", "seconds", "r3lite_is_faster_by", "of_floor", "of_peak", "peak_mib", "exponent"),
 )
 
 
 def has_trl() -> bool:
-    """Whether TRL is installed; says so if it is not."""
-    found = find_spec("trl") is not None
-    if not found:
+    """Returns whether TRL is installed, and prints a message if it is not."""
+    is_installed = find_spec("trl") is not None
+    if not is_installed:
         print("TRL is not installed: it does not take part")
-    return found
+    return is_installed
 
 
-def planned(kind: str, flags: argparse.Namespace, precision: Precision) -> list[Callable[[], Contest]]:
-    """What is to be run, each made when it is its turn, so that one contest's models do not stand beside another's."""
-    device, folder = precision.device.type, options.folder(flags, "0.5B")
+def contest_builders(kind: str, flags: argparse.Namespace, precision: Precision) -> list[Callable[[], Contest]]:
+    """Returns a function for each contest of a kind (see KINDS), which builds the contest.
+
+    A contest is built only when it is due, so that the models of two contests are not in memory at the same time.
+    """
+    device = precision.device.type
+    folder = options.folder(flags, "0.5B")
 
     def decode(batch: int) -> Contest:
-        ours, prompts = Ours(folder, precision), full_prompts(batch, PROMPT)
+        ours = Ours(folder, precision)
+        prompts = full_prompts(batch, PROMPT)
         work = {
             OURS: ours.decode(batch, NEW),
-            PEFT: peers.generate(folder, prompts, NEW, precision),
-            MERGED: peers.generate(folder, prompts, NEW, precision, merged=True),
+            PEFT: peers.generate(folder, prompts=prompts, new=NEW, precision=precision),
+            MERGED: peers.generate(folder, prompts=prompts, new=NEW, precision=precision, merged=True),
             FLOOR: ours.floor(batch, NEW),
         }
         return Contest(f"decode, batch {batch}", batch * NEW, work)
 
     def prefill(batch: int) -> Contest:
         ours = Ours(folder, precision)
-        theirs = peers.generate(folder, full_prompts(batch, PROMPT), 1, precision)
+        theirs = peers.generate(folder, prompts=full_prompts(batch, PROMPT), new=1, precision=precision)
         return Contest(f"prefill, batch {batch}", batch * PROMPT, {OURS: ours.decode(batch, 1), PEFT: theirs})
 
     def sft(tokens: int) -> Contest:
         ours = Ours(folder, precision)
-        work = {OURS: ours.sft(tokens, f"{GIB}GiB")}
-        for peer, fused in ((PEFT, False), (TRL_SFT, True)):
-            if fused and not has_trl():
+        work = {OURS: ours.sft(tokens, f"{SFT_BUDGET_GIB}GiB")}
+        for peer, is_trl in ((PEFT, False), (TRL_SFT, True)):
+            if is_trl and not has_trl():
                 continue
-            recomputing, keeping = peers.sft(folder, tokens, precision, fused)
-            work |= {f"{peer}, with checkpointing": recomputing, f"{peer}, without checkpointing": keeping}
-        return Contest(f"SFT, {tokens} tokens", tokens, work | {PEAK: ours.peak(tokens)}, budget=GIB * 1024)
+            with_checkpointing, without_checkpointing = peers.sft(
+                folder, tokens=tokens, precision=precision, fused=is_trl
+            )
+            work[f"{peer}, with checkpointing"] = with_checkpointing
+            work[f"{peer}, without checkpointing"] = without_checkpointing
+        work[PEAK] = ours.peak(tokens)
+        return Contest(
+            name=f"SFT, {tokens} tokens", tokens=tokens, contestants=work, budget=SFT_BUDGET_GIB * MIB_PER_GIB
+        )
 
     def grpo() -> Contest:
-        work = {OURS: contests.rl_round(folder, precision, "grpo", RL_EPISODES, RL_PROMPT, RL_NEW)}
+        grpo_round = contests.rl_round(
+            folder=folder,
+            precision=precision,
+            algorithm="grpo",
+            episodes=RL_EPISODES,
+            prompt=RL_PROMPT,
+            new=RL_NEW,
+        )
+        work = {OURS: grpo_round}
         if has_trl():
-            work["TRL"] = peers.grpo(folder, RL_PROMPT, RL_NEW, RL_EPISODES, precision)
+            work["TRL"] = peers.grpo(folder, prompt=RL_PROMPT, new=RL_NEW, episodes=RL_EPISODES, precision=precision)
         return Contest(f"GRPO step, 8 x ({RL_PROMPT} + {RL_NEW})", RL_EPISODES * RL_NEW, work)
 
     def ppo() -> Contest:
-        half = RL_NEW // 2
-        work = {OURS: contests.rl_round(folder, precision, "ppo", RL_EPISODES, RL_PROMPT, half, searches=1)}
-        return Contest(f"PPO step, 8 x ({RL_PROMPT} + {half} + documents + {half})", RL_EPISODES * RL_NEW, work)
+        turn = RL_NEW // 2  # tokens of each of the two turns, before and after the search
+        ppo_round = contests.rl_round(
+            folder=folder,
+            precision=precision,
+            algorithm="ppo",
+            episodes=RL_EPISODES,
+            prompt=RL_PROMPT,
+            new=turn,
+            searches=1,
+        )
+        name = f"PPO step, 8 x ({RL_PROMPT} + {turn} + documents + {turn})"
+        return Contest(name, RL_EPISODES * RL_NEW, {OURS: ppo_round})
 
     return {
         "decode": [partial(decode, batch) for batch in BATCHES],
@@ -99,7 +135,7 @@ def planned(kind: str, flags: argparse.Namespace, precision: Precision) -> list[
         "sft": [partial(sft, tokens) for tokens in ROWS],
         "grpo": [grpo],
         "ppo": [ppo],
-        "encoder": [partial(contests.encoding, flags.encoder, flags.corpus, device)],
+        "encoder": [partial(contests.encoding, folder=flags.encoder, corpus=flags.corpus, device=device)],
         "scaling": growths(folder, precision),
     }[kind]
 
@@ -114,17 +150,22 @@ def main() -> None:
     precision = options.precision(flags)
     device = precision.device.type
     for kind in flags.only:
-        used = Precision(torch.float32, precision.device) if kind == "encoder" else precision
-        found: list[dict] = []
-        run = {"section": kind, **records.provenance(used), "note": f"{flags.repeats} repeats.", "records": found}
+        kind_precision = Precision(torch.float32, precision.device) if kind == "encoder" else precision
+        kind_records: list[dict] = []
+        run = {
+            "section": kind,
+            **records.provenance(kind_precision),
+            "note": f"{flags.repeats} repeats.",
+            "records": kind_records,
+        }
         print(f"\n## {kind}\n\n{records.conditions(run)}\n", flush=True)
-        for make in planned(kind, flags, used):
-            contest = make()
+        for build_contest in contest_builders(kind, flags, kind_precision):
+            contest = build_contest()
             contest.run(flags.repeats, device)
-            new = contest.results()
-            print(records.table(new), flush=True)
-            found += new
-            records.keep(flags.results, device, SPEED, run)
+            results = contest.results()
+            print(records.table(results), flush=True)
+            kind_records += results
+            records.keep(folder=flags.results, device=device, bench=SPEED, run=run)
 
 
 if __name__ == "__main__":

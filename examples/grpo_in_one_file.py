@@ -3,8 +3,8 @@
     python -m r3lite.quickstart --output runs/quickstart  # makes the adapter to start from: runs/quickstart/sft
     python examples/grpo_in_one_file.py runs/quickstart/sft runs/grpo-in-one-file
 
-The network, its KV cache, its adapters and the tokenizer come from r3lite. Everything else is here, to be read from top
-to bottom. The settings are those of `python -m r3lite.ppo --preset tiny --algorithm grpo`; to compare, see README.md.
+The network, its KV cache, its adapters and the tokenizer come from r3lite. All other code of the training is here. The
+settings are those of `python -m r3lite.ppo --preset tiny --algorithm grpo`; README.md shows how to compare the two.
 """
 
 import json
@@ -29,15 +29,16 @@ from r3lite.protocols.tokenizer import Tokenizer
 WORLD = Path(__file__).parent.parent / "data" / "world"
 QUESTIONS_PER_ROUND = 8
 GROUP_SIZE = 8  # episodes of one question, which are compared with each other
-GROUPS_PER_STEP = 4  # of an optimizer step
-EPOCHS = 2  # over the episodes of a round
-LEARNING_RATE = 3e-4
-CLIP = 0.2
-NEGATIVE_SCALE = 0.2  # of negative advantages: pushed away at full weight, so small a model forgets what it can do
-MAX_SEARCHES = 5
+GROUPS_PER_STEP = 4  # groups in one optimizer step
+EPOCHS = 2  # passes over the episodes of a round
+LEARNING_RATE = 3e-4  # in the first round; it falls along a cosine
+FINAL_SHARE = 0.3  # share of LEARNING_RATE to which it falls
+CLIP = 0.2  # the loss clips ratios of new to old probabilities to [1 - CLIP, 1 + CLIP]
+NEGATIVE_SCALE = 0.2  # factor of negative advantages: at full weight they would destroy the abilities of a small model
+TOP_K = 3  # passages for each query
+MAX_SEARCHES = 5  # a search after these ends the episode without an answer
 MAX_TURN_TOKENS = 96
-# A turn of the model is one step, which searches or answers.
-ACTION = re.compile(r"^The (retrieval query|final answer): (.+)$", re.MULTILINE)
+ACTION = re.compile(r"^The (retrieval query|final answer): (.+)$", re.MULTILINE)  # each step must have exactly one
 
 
 class Retriever:
@@ -45,9 +46,9 @@ class Retriever:
 
     def __init__(self, passages: list[str]):
         self.passages = passages
-        counts = Counter(word for passage in passages for word in set(re.findall(r"\w+", passage.lower())))
-        self.columns = {word: column for column, word in enumerate(counts)}
-        self.idf = torch.log((1 + len(passages)) / (1 + torch.tensor(list(counts.values())))) + 1
+        document_counts = Counter(word for passage in passages for word in set(re.findall(r"\w+", passage.lower())))
+        self.columns = {word: column for column, word in enumerate(document_counts)}
+        self.idf = torch.log((1 + len(passages)) / (1 + torch.tensor(list(document_counts.values())))) + 1
         self.vectors = torch.stack([self.vector(passage) for passage in passages])
 
     def vector(self, text: str) -> Tensor:
@@ -56,17 +57,16 @@ class Retriever:
         return torch.nn.functional.normalize(frequencies * self.idf, dim=0)
 
     def search(self, query: str) -> list[str]:
-        cosines = self.vectors @ self.vector(query)
-        return [self.passages[i] for i in cosines.topk(3).indices]
+        return [self.passages[index] for index in (self.vectors @ self.vector(query)).topk(TOP_K).indices]
 
 
 @dataclass
 class Episode:
-    """One attempt at a question: a growing sequence of tokens, some of which the model writes."""
+    """One attempt at a question: a growing sequence of tokens, of which the model writes some."""
 
     question: dict
     tokens: list[int] = field(default_factory=list)
-    is_action: list[bool] = field(default_factory=list)  # True for the model's tokens: only they are trained
+    is_action: list[bool] = field(default_factory=list)  # True for tokens of the model: only they are in the loss
     queries: list[str] = field(default_factory=list)
     answer: str = ""
     steps: int = 0
@@ -78,9 +78,9 @@ class Episode:
         self.is_action += [is_action] * len(tokens)
 
 
-def sample_episodes(model: CausalLM, tokenizer: Tokenizer, retriever: Retriever, drawn: list[dict]) -> list[Episode]:
-    """Samples an episode of each question: the model writes a step, then reads the passages of its query, and so on."""
-    episodes = [Episode(question) for question in drawn]
+def sample_episodes(model: CausalLM, tokenizer: Tokenizer, retriever: Retriever, batch: list[dict]) -> list[Episode]:
+    """Samples an episode of each question in a batch. After each search, the model reads the passages and goes on."""
+    episodes = [Episode(question) for question in batch]
     for episode in episodes:
         episode.add(tokenizer.open_chat(f"The question: {episode.question['question']}"), is_action=False)
     running = episodes
@@ -88,18 +88,18 @@ def sample_episodes(model: CausalLM, tokenizer: Tokenizer, retriever: Retriever,
         turns = sample_turns(model, tokenizer, [episode.tokens for episode in running])
         for episode, turn in zip(running, turns):
             episode.add(turn, is_action=True)
-            episode.is_over = close_turn(episode, turn, tokenizer, retriever)
+            episode.is_over = close_turn(episode, turn, tokenizer, retriever=retriever)
         running = [episode for episode in running if not episode.is_over]
     return episodes
 
 
 @torch.no_grad()
 def sample_turns(model: CausalLM, tokenizer: Tokenizer, rows: list[list[int]]) -> list[list[int]]:
-    """Continues each row of tokens by a turn of the model: tokens up to the one that ends a turn."""
+    """Samples a turn of the model after each row of tokens: up to its stop token, but at most MAX_TURN_TOKENS."""
     cache = KVCache.of(model, len(rows))
-    prefill = Prefill(cache, [(i, row[:-1]) for i, row in enumerate(rows)])
+    prefill = Prefill(cache, [(index, row[:-1]) for index, row in enumerate(rows)])
     model(prefill.tokens, prefill)
-    tokens = torch.tensor([[row[-1]] for row in rows])
+    tokens = torch.tensor([[row[-1]] for row in rows])  # [B, 1]
     turns: list[list[int]] = [[] for _ in rows]
     for _ in range(MAX_TURN_TOKENS):
         hidden = model(tokens, cache.decode(len(rows)))  # [B, 1, C]
@@ -113,7 +113,7 @@ def sample_turns(model: CausalLM, tokenizer: Tokenizer, rows: list[list[int]]) -
 
 
 def close_turn(episode: Episode, turn: list[int], tokenizer: Tokenizer, retriever: Retriever) -> bool:
-    """Reads the step in a finished turn and appends the passages of its query; returns True if the episode is over."""
+    """Reads the step in a turn and adds its query's passages to the episode; returns whether the episode is over."""
     text = tokenizer.decode(turn)
     actions = ACTION.findall(text)
     episode.steps += 1
@@ -126,56 +126,56 @@ def close_turn(episode: Episode, turn: list[int], tokenizer: Tokenizer, retrieve
         episode.answer = content
         return True
     episode.queries.append(content)
-    passages = [f"[{number}] {passage}" for number, passage in enumerate(retriever.search(content), 1)]
+    passages = [f"[{rank}] {passage}" for rank, passage in enumerate(retriever.search(content), start=1)]
     observation = "\n".join(["The retrieval documents:", *passages, f"Step {episode.steps + 1}"])
     episode.add(tokenizer.user_turn(observation), is_action=False)
     return len(episode.queries) > MAX_SEARCHES
 
 
 def reward(episode: Episode) -> float:
-    """Returns the reward of an episode: an exact match has 1, F1 up to 0.2, well-formed steps up to 0.5."""
+    """Returns the reward: 1 for an exact match, plus 0.2 times F1, plus 0.5 times the share of well-formed steps."""
     answers = [episode.question["answer"], *episode.question["answer_aliases"]]
     form = episode.well_formed_steps / episode.steps
     return exact_match(episode.answer, answers) + 0.2 * f1(episode.answer, answers) + 0.5 * form
 
 
 def action_logprobs(model: CausalLM, group: list[Episode]) -> Tensor:
-    """Returns the log-probabilities [N] of all tokens that the model wrote, episode by episode."""
+    """Returns the log-probabilities [N] of all tokens that the model wrote, one episode after the other."""
     rows = [episode.tokens for episode in group]
     hidden, actions = states_before(model, rows, [episode.is_action for episode in group])
     return model.logits(hidden).log_softmax(-1).gather(-1, actions[:, None])[:, 0]
 
 
 def grpo_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, lengths: Tensor) -> Tensor:
-    """Returns GRPO's loss (arXiv 2402.03300): the mean over the `lengths` [G] of episodes, then over the group."""
-    ratios = (logprobs - old_logprobs).exp()
-    token_advantages = advantages.repeat_interleave(lengths)
+    """Returns GRPO's loss (arXiv 2402.03300): the mean over each episode's tokens, then over the group's episodes."""
+    ratios = (logprobs - old_logprobs).exp()  # [N], one for each token that the model wrote
+    token_advantages = advantages.repeat_interleave(lengths)  # from one per episode [G] to one per token [N]
     gains = torch.minimum(ratios * token_advantages, ratios.clamp(1 - CLIP, 1 + CLIP) * token_advantages)
     return -(gains / lengths.repeat_interleave(lengths)).sum() / len(lengths)
 
 
 def update(model: CausalLM, optimizer: torch.optim.Optimizer, groups: list[list[Episode]]) -> None:
-    """Takes the optimizer steps of a round."""
+    """Trains on the groups of a round. Advantages are relative to the group's mean reward, so no critic is needed."""
     batches = []
     for group in groups:
         old_logprobs = action_logprobs(model, group).detach()
         rewards = torch.tensor([reward(episode) for episode in group])
-        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)  # within the group: no critic is needed
+        advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)  # 1e-4: else equal rewards give 0 / 0
         advantages = torch.where(advantages < 0, NEGATIVE_SCALE * advantages, advantages)
         lengths = torch.tensor([sum(episode.is_action) for episode in group])
         batches.append((group, old_logprobs, advantages, lengths))
     for _ in range(EPOCHS):
-        for places in torch.randperm(len(batches)).split(GROUPS_PER_STEP):
-            for group, old_logprobs, advantages, lengths in [batches[i] for i in places]:
-                loss = grpo_loss(action_logprobs(model, group), old_logprobs, advantages, lengths)
+        for indices in torch.randperm(len(batches)).split(GROUPS_PER_STEP):
+            for group, old_logprobs, advantages, lengths in [batches[index] for index in indices]:
+                loss = grpo_loss(action_logprobs(model, group), old_logprobs, advantages=advantages, lengths=lengths)
                 (loss / GROUPS_PER_STEP).backward()
-            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 1.0)
+            torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], max_norm=1.0)
             optimizer.step()
             optimizer.zero_grad()
 
 
 def train(adapter: str, output: str, rounds: int = 24, seed: int = 0) -> None:
-    """Trains an adapter and writes it to the folder `output`; prints the mean reward of each round."""
+    """Trains the adapter in the folder `adapter`, prints each round's mean reward, and writes to `output`/adapter."""
     torch.manual_seed(seed)
     questions = [json.loads(line) for line in (WORLD / "train.jsonl").read_text().splitlines()]
     articles = [json.loads(line) for line in (WORLD / "corpus.jsonl").read_text().splitlines()]
@@ -186,12 +186,12 @@ def train(adapter: str, output: str, rounds: int = 24, seed: int = 0) -> None:
     lora.load_adapter(model, "policy", adapter, trainable=True)
     lora.set_adapter(model, "policy")
     optimizer = torch.optim.AdamW(lora.adapter_parameters(model, "policy").values(), weight_decay=0.0)
-    for number in range(rounds):
-        places = torch.randint(len(questions), (QUESTIONS_PER_ROUND,)).repeat_interleave(GROUP_SIZE)
-        episodes = sample_episodes(model, tokenizer, retriever, [questions[i] for i in places])
-        print(f"round {number + 1}: mean reward {sum(map(reward, episodes)) / len(episodes):.3f}", flush=True)
-        cosine = 0.5 * (1 + math.cos(math.pi * number / rounds))  # the learning rate falls to 30 %
-        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (0.3 + 0.7 * cosine)
+    for round_index in range(rounds):
+        indices = torch.randint(len(questions), (QUESTIONS_PER_ROUND,)).repeat_interleave(GROUP_SIZE)
+        episodes = sample_episodes(model, tokenizer, retriever, batch=[questions[index] for index in indices])
+        print(f"round {round_index + 1}: mean reward {sum(map(reward, episodes)) / len(episodes):.3f}", flush=True)
+        cosine = 0.5 * (1 + math.cos(math.pi * round_index / rounds))  # falls from 1 towards 0
+        optimizer.param_groups[0]["lr"] = LEARNING_RATE * (FINAL_SHARE + (1 - FINAL_SHARE) * cosine)
         update(model, optimizer, [episodes[i : i + GROUP_SIZE] for i in range(0, len(episodes), GROUP_SIZE)])
     lora.save_adapter(model, "policy", Path(output) / "adapter", base_model="tiny", fingerprint=fingerprint(folder))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.stress.fault_runs import Ended, chosen
+from bench.stress.fault_runs import RunResult, draw_moments
 from bench.stress.folder_content import content, differences
 
 ROOT = Path(__file__).parent.parent
@@ -29,9 +29,11 @@ def test_moments_are_drawn_from_each_class_in_turn():
     import random
 
     moments = [("open", f"cache/{'a' * 64}.json")] * 1000 + [("open", "x"), ("rename", "x")]
-    drawn = list(chosen(moments, 3, random.Random(0)))
+    drawn = list(draw_moments(moments, 3, random.Random(0)))
     assert {moments[i][:2] for i in drawn} == {moments[0], ("open", "x"), ("rename", "x")}
-    assert len(list(chosen(moments, 8, random.Random(0)))) == 8 and not list(chosen([], 3, random.Random(0)))
+    assert len(list(draw_moments(moments, 8, random.Random(0)))) == 8 and not list(
+        draw_moments([], 3, random.Random(0))
+    )
 
 
 def test_times_are_no_difference_and_everything_else_is(tmp_path):
@@ -46,6 +48,9 @@ def test_times_are_no_difference_and_everything_else_is(tmp_path):
 
 def test_a_clear_end_is_one_message_without_a_traceback():
     told = "\nr3lite.sft stopped: no room\n  Make some.\n"
-    assert Ended(1, told, [], 0.0).clear and Ended(2, "r3lite.sft: --x is missing\n", [], 0.0).clear
-    assert not Ended(0, told, [], 0.0).clear and not Ended(1, told + told, [], 0.0).clear
-    assert not Ended(1, f"Traceback (most recent call last):{told}", [], 0.0).clear
+    assert (
+        RunResult(1, told, [], 0.0).is_clear_error
+        and RunResult(2, "r3lite.sft: --x is missing\n", [], 0.0).is_clear_error
+    )
+    assert not RunResult(0, told, [], 0.0).is_clear_error and not RunResult(1, told + told, [], 0.0).is_clear_error
+    assert not RunResult(1, f"Traceback (most recent call last):{told}", [], 0.0).is_clear_error

@@ -51,12 +51,12 @@ def on_card(main, arguments: list[str], card: SimulatedCuda | None = None, statu
     """Runs a command on a card, within whose layers the host may not wait."""
     with card or SimulatedCuda() as card:
         assert main([*arguments, "--device", "cuda"]) == status
-    assert [str(wait) for wait in card.counts.waits if any(map(is_layer, wait.where))] == []
+    assert [str(wait) for wait in card.counts.waits if any(map(is_layer, wait.functions))] == []
     return card
 
 
 def is_layer(place: str) -> bool:
-    """Whether a function, as Wait.where names it, is one of a layer or of the loss, forward or backward."""
+    """Whether a function, as Wait.functions names it, is one of a layer or of the loss, forward or backward."""
     file, _, name = place.partition(" ")
     return name.startswith("Layer.") or "logprobs.py" in file or (name.endswith(".backward") and "models/" in file)
 
@@ -138,7 +138,7 @@ def trained(rows, tmp_path_factory) -> Path:
 def test_a_step_of_sft_waits_once_for_the_card(rows, tmp_path):
     flags = ["--gradient-accumulation", "2", "--validation-rows", "0", "--output", str(tmp_path / "run")]
     waits = on_card(sft.main, [*rows, *flags]).counts.waits
-    assert sum(times for wait, times in waits.items() if any("SFTTrainer.step" in place for place in wait.where)) == 2
+    assert sum(times for wait, times in waits.items() if any("SFTTrainer.step" in name for name in wait.functions)) == 2
     assert len(logged(tmp_path / "run")) == 2
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.stress.fault_cases import NAMED
+from bench.stress.fault_cases import CASES_BY_NAME
 
 ROOT = Path(__file__).parent.parent
 FAST = ["sft", "ppo, grpo", "collect, gold", "index, build", "index, add", "export, folder", "prepare", "report"]
@@ -28,8 +28,8 @@ def written(work: Path, threads: int, seed: int, cases: list[str]) -> dict[str, 
     [
         (1, FAST),
         pytest.param(2, FAST, marks=pytest.mark.slow),
-        pytest.param(1, [name for name in NAMED if "spans" not in name], marks=pytest.mark.slow),
-        pytest.param(2, [name for name in NAMED if "spans" not in name], marks=pytest.mark.slow),
+        pytest.param(1, [name for name in CASES_BY_NAME if "spans" not in name], marks=pytest.mark.slow),
+        pytest.param(2, [name for name in CASES_BY_NAME if "spans" not in name], marks=pytest.mark.slow),
     ],
     ids=["1 thread", "2 threads", "1 thread, all", "2 threads, all"],
 )

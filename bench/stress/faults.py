@@ -1,14 +1,17 @@
-"""Kills and other faults at random moments of every command that writes, and what is there afterwards.
+"""Kills every command that writes files at random moments, injects other faults, and checks the files afterwards.
 
     python -m bench.stress.faults                                # all, into bench/results/faults.json
-    python -m bench.stress.faults --kills 8 --only sft ppo       # fewer, of cases whose names begin so
-    python -m bench.stress.faults --quick --results FOLDER       # a share that takes less than a minute
+    python -m bench.stress.faults --kills 8 --only sft ppo       # 8 kills, of cases whose names begin with sft or ppo
+    python -m bench.stress.faults --quick --results FOLDER       # a selection that takes less than a minute
 
-A case (fault_cases.py) runs once without a fault. Then it is killed at a moment (fault_runs.py), some
-twice, and the same command goes on: afterwards the folder must hold the same to the bit, but for times, speeds and
-memory, and no other file; and no request may be sent again whose reply was kept. After a full disk, a folder that may
-not be written any more and a clock that jumps back the same must hold, and the command must have ended with one message
-and no traceback. fault_ends.py has what is not a moment of a case: two writers, cut files, NaN, the server.
+Each case (fault_cases.py) runs once without a fault. Then it is killed at a moment (fault_runs.py) and resumed; some
+resumed runs are killed as well. Afterwards the output folder must have the same files as without a fault, equal bit for
+bit except for times, speeds and memory. A request may only be sent again if its reply was lost.
+
+The same must hold after a full disk, a folder that became read-only, and a clock that jumped back. A run that ends with
+one of these faults must print one message and no traceback.
+
+fault_ends.py has the faults that do not happen at a moment of a case: two writers, cut files, NaN, a killed server.
 """
 
 import argparse
@@ -21,16 +24,23 @@ from pathlib import Path
 
 from bench import options, records
 from bench.stress.fault_bench import Bench
-from bench.stress.fault_cases import CASES, Case, Server
-from bench.stress.fault_ends import ends
-from bench.stress.fault_runs import ROOT, chosen, preload
+from bench.stress.fault_cases import CASES, CASES_BY_NAME, Case, Server
+from bench.stress.fault_ends import run_ends
+from bench.stress.fault_runs import ROOT, draw_moments, preload
 from r3lite.devices import machine
 
-KILLS, TIMED, OTHERS = 100, 16, 2  # kills at moments, kills by the clock, faults of each other kind for each case
-TWICE = 0.3  # share of kills after which the run that goes on is killed, too
+KILLS = 100  # at moments, over all cases
+TIMED = 16  # kills after a random time, over all cases
+OTHERS = 2  # faults of each other kind, for each case
+SECOND_KILL_SHARE = 0.3  # share of the kills after which the resumed run is killed, too
+TORN_SHARE = 0.5  # share of the kills that also truncate the file that was open
+KILL_FAULTS = ("kill", "torn", "timed")
 OTHER_FAULTS = ("full", "readonly", "locked", "clock")
+# Share of a case in the kills: fewer for cases that are similar to others, or short.
+DEFAULT_WEIGHT = 3
 WEIGHTS = {"sft": 3, "sft, spans": 1, "sft, nf4 cache": 2, "report": 1, "collect, gold": 2}
-QUICK = (  # case, fault, where in the run
+# Case, kind of fault, and its moment as a share of all moments.
+QUICK = (
     ("sft", "kill", 0.5),
     ("sft", "torn", 0.9),
     ("sft, streamed", "kill", 0.6),
@@ -46,45 +56,50 @@ QUICK = (  # case, fault, where in the run
 )
 
 
-def kills(bench: Bench, cases: list[Case], count: int) -> None:
-    """Spreads kills over the cases, at moments of each class in turn."""
-    weights = {case.name: WEIGHTS.get(case.name, 3) for case in cases}
+def kill_cases(bench: Bench, cases: list[Case], count: int) -> None:
+    """Kills the cases about `count` times in all, by their weights; each case at moments of all classes in turn."""
+    weights = {case.name: WEIGHTS.get(case.name, DEFAULT_WEIGHT) for case in cases}
     total = sum(weights.values())
     for case in cases:
-        share = max(1, round(count * weights[case.name] / total)) if count else 0
-        _, ended, _ = bench.whole(case)
-        for at in list(chosen(ended.moments, share, bench.rng)):
-            again = bench.rng.randrange(len(ended.moments)) if bench.rng.random() < TWICE else None
-            bench.kill(case, at, "torn" if bench.rng.random() < 0.5 else "kill", again)
+        kills = max(1, round(count * weights[case.name] / total)) if count else 0
+        moments = bench.reference(case).result.moments
+        for moment in list(draw_moments(moments, kills, bench.rng)):
+            second_moment = None
+            if bench.rng.random() < SECOND_KILL_SHARE:
+                second_moment = bench.rng.randrange(len(moments))
+            kind = "torn" if bench.rng.random() < TORN_SHARE else "kill"
+            bench.kill_and_resume(case, moment, kind=kind, second_moment=second_moment)
 
 
-def others(bench: Bench, cases: list[Case], count: int) -> None:
+def inject_other_faults(bench: Bench, cases: list[Case], count: int) -> None:
+    """Injects each kind of OTHER_FAULTS into each case, at `count` moments; the clock is set back only once."""
     for case in cases:
-        _, ended, _ = bench.whole(case)
+        moments = bench.reference(case).result.moments
         for kind in OTHER_FAULTS:
-            for at in list(chosen(ended.moments, 1 if kind == "clock" else count, bench.rng)):
-                bench.other(case, kind, at)
+            for moment in list(draw_moments(moments, 1 if kind == "clock" else count, bench.rng)):
+                bench.inject_and_resume(case, kind, moment)
 
 
-def quick(bench: Bench) -> None:
-    named = {case.name: case for case in CASES}
+def run_quick_faults(bench: Bench) -> None:
+    """Injects the faults of QUICK."""
     for name, kind, share in QUICK:
-        case = named[name]
-        at = int(share * len(bench.whole(case)[1].moments))
+        case = CASES_BY_NAME[name]
+        moment = int(share * len(bench.reference(case).result.moments))
         if kind in OTHER_FAULTS:
-            bench.other(case, kind, at)
+            bench.inject_and_resume(case, kind, moment)
         else:
-            bench.kill(case, at, kind)
+            bench.kill_and_resume(case, moment, kind)
 
 
-def table(found: list[dict]) -> dict[str, dict[str, int]]:
-    """For each command and fault: how often it was tried, and held."""
+def table(fault_records: list[dict]) -> dict[str, dict[str, int]]:
+    """Returns for each case and kind of fault how often it was tried, how often it held, and how many kills it took."""
     counts: dict[str, dict[str, int]] = collections.defaultdict(lambda: {"tried": 0, "held": 0, "kills": 0})
-    for record in found:
-        of = counts[f"{record['case']}: {'kill' if record['fault'] in ('kill', 'torn', 'timed') else record['fault']}"]
-        of["tried"] += 1
-        of["held"] += record["held"]
-        of["kills"] += record.get("kills", 0)
+    for record in fault_records:
+        kind = "kill" if record["fault"] in KILL_FAULTS else record["fault"]
+        row = counts[f"{record['case']}: {kind}"]
+        row["tried"] += 1
+        row["held"] += record["held"]
+        row["kills"] += record.get("kills", 0)
     return dict(counts)
 
 
@@ -100,38 +115,49 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="*", default=parts, choices=parts)
     parser.add_argument("--work", type=Path, help="folder to work in, kept; by default a temporary one")
     parser.add_argument("--results", type=Path, default=options.RESULTS)
-    given = parser.parse_args(argv)
+    flags = parser.parse_args(argv)
     os.environ["GOOGLE_API_KEY"] = "key"
     preload()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = given.work or Path(temporary)
+        folder = flags.work or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        found: list[dict] = []
-        begun, date = time.monotonic(), time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        fault_records: list[dict] = []
+        start_time = time.monotonic()
+        provenance = {
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "section": "quick" if flags.quick else ", ".join((*flags.parts, *filter(None, flags.only))),
+            "commit": records.commit(ROOT),
+            "processor": machine.processor(),
+            "seed": flags.seed,
+        }
 
         def save() -> None:
-            made = {"date": date, "section": section, "commit": commit}
-            made |= {"processor": machine.processor(), "seed": given.seed, "seconds": round(time.monotonic() - begun)}
-            made |= {"tried": len(found), "held": sum(record["held"] for record in found)}
-            records.add(given.results / "faults.json", made | {"table": table(found), "records": found})
+            results = {
+                "seconds": round(time.monotonic() - start_time),
+                "tried": len(fault_records),
+                "held": sum(record["held"] for record in fault_records),
+                "table": table(fault_records),
+                "records": fault_records,
+            }
+            records.add(flags.results / "faults.json", provenance | results)
 
-        commit = records.commit(ROOT)
-        section = "quick" if given.quick else ", ".join((*given.parts, *filter(None, given.only)))
-        bench = Bench(folder, Server(), random.Random(given.seed), found, save, given.quick)
-        cases = [case for case in CASES if case.name.startswith(tuple(given.only))]
-        if given.quick:
-            quick(bench)
-        if "kills" in given.parts and not given.quick:
-            kills(bench, cases, given.kills)
-            for case in (cases * given.timed)[: given.timed]:
-                bench.timed(case)
-        if "others" in given.parts and not given.quick:
-            others(bench, cases, given.others)
-        if "ends" in given.parts and not given.quick:
-            ends(bench, tuple(given.only))
-    held = sum(record["held"] for record in found)
-    print(f"{held} of {len(found)} held; {sum(r.get('kills', 0) for r in found)} kills")
-    return int(held < len(found))
+        rng = random.Random(flags.seed)
+        bench = Bench(folder, Server(), rng=rng, records=fault_records, save=save, brief=flags.quick)
+        cases = [case for case in CASES if case.name.startswith(tuple(flags.only))]
+        if flags.quick:
+            run_quick_faults(bench)
+        if "kills" in flags.parts and not flags.quick:
+            kill_cases(bench, cases, flags.kills)
+            for case in (cases * flags.timed)[: flags.timed]:
+                bench.kill_after_random_time(case)
+        if "others" in flags.parts and not flags.quick:
+            inject_other_faults(bench, cases, flags.others)
+        if "ends" in flags.parts and not flags.quick:
+            run_ends(bench, tuple(flags.only))
+    held = sum(record["held"] for record in fault_records)
+    kills = sum(record.get("kills", 0) for record in fault_records)
+    print(f"{held} of {len(fault_records)} held; {kills} kills")
+    return int(held < len(fault_records))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""Messages, requests and files that no sound program makes: each must be refused in words, or handled as it should.
+"""Feeds r3lite with malformed messages, requests and files: each must be refused with an error, or handled correctly.
 
     python -m bench.stress.hostile                       # all, into bench/results/hostile_inputs.json
     python -m bench.stress.hostile --only files --count 20
 
 Hypothesis (extra bench) generates them from a seed: 100 replies to a trainer and 100 requests to a worker, 100 HTTP
-requests to the three servers, 100 GGUF headers. One of them holds if it is refused with an error that names the server
-or the file, or if it is answered or read correctly, in 20 s and 64 MiB, and the next sound one is answered as before. A
-traceback, a wrong acceptance, a hang and anything else are found. Linux only.
+requests to the three servers, and 100 GGUF headers. r3lite holds against an input if
+
+- it refuses the input with an error that names the server or the file, or answers or reads the input correctly,
+- takes at most 20 s and 64 MiB, and
+- answers the next sound input as before.
+
+Everything else counts as a problem: a traceback, a wrong acceptance, a hang. Linux only.
 """
 
 import argparse
@@ -20,40 +24,43 @@ from pathlib import Path
 from typing import Any
 
 from bench import options, records
-from bench.stress.generated import examples, watched
+from bench.stress.generated import examples, judge_within_limits
 from bench.stress.hostile_files import Files
 from bench.stress.hostile_messages import ToTrainer, ToWorker
 from bench.stress.hostile_requests import Requests
 from r3lite.devices import machine
 
-COUNT = 100  # of each kind
+COUNT = 100  # inputs of each kind
+# The attack of each kind is a class: its strategy draws inputs, and its method `judge` tries one.
 KINDS: dict[str, Callable[[Path], Any]] = {
     "messages to a trainer": ToTrainer,
     "messages to a worker": ToWorker,
     "requests": Requests,
     "files": Files,
 }
+# Packages whose versions are recorded.
 PACKAGES = ("hypothesis", "gguf", "torch", "tokenizers")
 
 
 def run(kind: str, count: int) -> dict:
-    """Returns how many of a kind were tried and held, and what was found."""
+    """Tries inputs of a kind; returns how many were tried, held, refused and answered, and the problems."""
     ways: Counter[str] = Counter()
     problems = []
     with tempfile.TemporaryDirectory() as folder:
         attack = KINDS[kind](Path(folder))
         try:
-            drawn = examples(attack.strategy, count)
-            for example in drawn:
-                outcome = watched(attack.judge, example)
+            inputs = examples(attack.strategy, count)
+            for example in inputs:
+                outcome = judge_within_limits(attack.judge, example)
                 ways[outcome.way] += 1
                 if outcome.problem:
                     problems.append({"example": example.name[:300], "problem": outcome.problem})
                     print(f"{example.name[:300]}\n    {outcome.problem}", flush=True)
         finally:
             attack.close()
-    held = len(drawn) - len(problems)
-    return {"tried": len(drawn), "held": held, "found": len(problems), **ways, "problems": problems}
+    tried = len(inputs)
+    held = tried - len(problems)
+    return {"tried": tried, "held": held, "found": len(problems), **ways, "problems": problems}
 
 
 def main() -> int:
@@ -63,12 +70,12 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=options.RESULTS)
     parser.add_argument("--note", default="", help="what is to be said of this run")
     arguments = parser.parse_args()
-    found = 0
+    problem_count = 0
     for kind in arguments.only:
         date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         start = time.monotonic()
         figures = run(kind, arguments.count)
-        found += figures["found"]
+        problem_count += figures["found"]
         entry = {
             "date": date,
             "section": kind,
@@ -82,7 +89,7 @@ def main() -> int:
             entry["note"] = arguments.note
         records.add(arguments.results / "hostile_inputs.json", entry)
         print(json.dumps({name: value for name, value in entry.items() if name != "problems"}), flush=True)
-    return int(found > 0)
+    return int(problem_count > 0)
 
 
 if __name__ == "__main__":

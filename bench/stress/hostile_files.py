@@ -1,4 +1,4 @@
-"""GGUF files whose header is not what it should be: keys of other types, ids, lengths, alignment, tensors elsewhere."""
+"""GGUF files with a malformed header: keys of wrong types, wrong ids, lengths and alignment, misplaced tensors."""
 
 import copy
 import struct
@@ -20,49 +20,64 @@ from r3lite.models import gguf_folder
 from r3lite.models.weights import load_model, resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 
-NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # by kind
+# Types of values in GGUF. Those of numbers have the format character of the module struct.
+UINT32 = 4
+INT32 = 5
+FLOAT32 = 6
+BOOL = 7
 TEXT = 8
 LIST = 9
+UINT64 = 10
+INT64 = 11
+FLOAT64 = 12
+NUMBERS = {
+    0: "B", 1: "b", 2: "H", 3: "h", UINT32: "I", INT32: "i", FLOAT32: "f", BOOL: "?", UINT64: "Q", INT64: "q",
+    FLOAT64: "d",
+}  # fmt: skip
+# Types of tensors in GGUF.
+F16 = 1
+BF16 = 30
+COUNTS_SIZE = 20  # bytes between the magic and the first key: the version (4), the counts of tensors and keys (8 each)
 TEXTS = ("", "2", "x" * 5000, "\0", "é", "none", "llama", "gpt2", "{% for x in y %}", "a b", "\u202e")
-# Keys with which a model of the same tensors may be another one.
+# Parts of the keys that change what a model computes: a file in which such a key is wrong may be read as another model.
 MEANINGFUL = ("freq_base", "epsilon", "head_count", "tokenizer.", "context_length", "general.architecture", "length")
 QUESTION = "Who wrote the book of 1901, and when? 漢字"
 
 
 @dataclass
 class Key:
-    """A key of a header: its type in GGUF, and its value; of a list a pair of the items' type and the items."""
+    """A key of a header and its value."""
 
     name: str
-    kind: int
-    value: Any
+    kind: int  # type of the value, such as UINT32
+    value: Any  # of a list: the pair (type of the items, items)
 
 
 @dataclass
 class TensorInfo:
-    """A tensor of a header."""
+    """What a header says about a tensor."""
 
     name: str
-    shape: list[int]  # as GGUF has it, the rows last
-    kind: int
-    offset: int
+    shape: list[int]  # in the order of GGUF: the number of rows comes last
+    kind: int  # type of the numbers, such as F16
+    offset: int  # bytes from the beginning of the data
 
 
 @dataclass
 class GgufHeader:
-    """A header that is written as it is, with numbers that may be wrong."""
+    """A GGUF header; it is written as it is, right or wrong."""
 
     keys: list[Key]
     tensors: list[TensorInfo]
     magic: bytes = b"GGUF"
     version: int = 3
-    more_keys: int = 0
-    more_tensors: int = 0
-    alignment: int = 32  # of the data
-    text_growth: int = 0  # of the length that the first text has
+    more_keys: int = 0  # by how many the written count of keys is too high
+    more_tensors: int = 0  # by how many the written count of tensors is too high
+    alignment: int = 32  # the data begin at a multiple of so many bytes
+    text_growth: int = 0  # by how many bytes the written length of the first text is too high
 
     def encoded(self) -> bytes:
-        """Returns the bytes before the data."""
+        """Returns the bytes of the file before the data of the tensors."""
         parts = [self.magic, struct.pack("<I", self.version)]
         counts = (len(self.tensors) + self.more_tensors, len(self.keys) + self.more_keys)
         parts += [struct.pack("<Q", count % (1 << 64)) for count in counts]
@@ -74,19 +89,21 @@ class GgufHeader:
             parts.append(struct.pack("<IQ", tensor.kind % (1 << 32), tensor.offset % (1 << 64)))
         content = b"".join(parts)
         if self.text_growth:
-            at = len(self.magic) + 20
-            (size,) = struct.unpack("<Q", content[at : at + 8])
-            content = content[:at] + struct.pack("<Q", (size + self.text_growth) % (1 << 64)) + content[at + 8 :]
+            start = len(self.magic) + COUNTS_SIZE
+            end = start + 8
+            (size,) = struct.unpack("<Q", content[start:end])
+            content = content[:start] + struct.pack("<Q", (size + self.text_growth) % (1 << 64)) + content[end:]
         return content + b"\0" * (-len(content) % self.alignment)
 
 
 def encoded_text(text: str | bytes) -> bytes:
+    """Returns a text in GGUF: its length and its bytes, which need not be UTF-8."""
     content = text if isinstance(text, bytes) else text.encode()
     return struct.pack("<Q", len(content)) + content
 
 
 def encoded_value(kind: int, value: Any) -> bytes:
-    """Returns a value of a type; what GGUF has no type for has no bytes."""
+    """Returns a value in GGUF; b"" if there is no such type."""
     if kind == TEXT:
         return encoded_text(value)
     if kind == LIST:
@@ -98,7 +115,7 @@ def encoded_value(kind: int, value: Any) -> bytes:
 
 @st.composite
 def values(draw: st.DrawFn, depth: int = 0) -> tuple[int, Any]:
-    """Draws a type and a value of it."""
+    """Draws a type and a value of this type; lists are nested at most twice."""
     kind = draw(st.sampled_from((*NUMBERS, TEXT, TEXT, *([LIST, LIST] if depth < 2 else []))))
     if kind == TEXT:
         return kind, draw(st.sampled_from(TEXTS))
@@ -109,54 +126,60 @@ def values(draw: st.DrawFn, depth: int = 0) -> tuple[int, Any]:
 
 
 def number_of(kind: int) -> st.SearchStrategy[Any]:
-    """Returns the strategy of the numbers of a type, its limits among them."""
-    if kind == 7:
+    """Returns a strategy for numbers of a type; it often draws the limits of the type."""
+    if kind == BOOL:
         return st.booleans()
-    if kind in (6, 12):
-        width = 32 if kind == 6 else 64
+    if kind in (FLOAT32, FLOAT64):
+        width = 32 if kind == FLOAT32 else 64
         return st.one_of(st.sampled_from((0.0, -1.0, 2.0, float("nan"), float("inf"))), st.floats(width=width))
     bits = struct.calcsize(NUMBERS[kind]) * 8
     is_signed = NUMBERS[kind].islower()
-    low = -(1 << bits - 1) if is_signed else 0
-    high = (1 << bits - is_signed) - 1
-    return st.one_of(st.sampled_from((low, high, 0, 1, 2, 3)), st.integers(low, high))
+    lowest = -(1 << bits - 1) if is_signed else 0
+    highest = (1 << bits - is_signed) - 1
+    return st.one_of(st.sampled_from((lowest, highest, 0, 1, 2, 3)), st.integers(lowest, highest))
 
 
 @st.composite
 def changed_header(draw: st.DrawFn, sound: GgufHeader) -> tuple[str, GgufHeader, bool]:
-    """Draws a header that differs at one place: how, the header, and whether it may be that of another model."""
+    """Draws one change of a sound header.
+
+    Returns a text about the change, the changed header, and whether the file may be read as another model.
+    """
     header = copy.deepcopy(sound)
-    place = draw(st.sampled_from(("key", "key", "key", "list", "list", "id", "tensor", "tensor", "alignment", "count")))
-    if place == "tensor":
+    part = draw(st.sampled_from(("key", "key", "key", "list", "list", "id", "tensor", "tensor", "alignment", "count")))
+    if part == "tensor":
         return draw(changed_tensor(header))
-    if place == "alignment":
+    if part == "alignment":
         value = draw(st.sampled_from((0, 1, 3, 7, 8, 16, 64, 128, 1 << 31)))
-        kind = draw(st.sampled_from((4, 4, 4, 5, 10, TEXT)))
-        header.keys.append(Key("general.alignment", kind, str(value) if kind == TEXT else value % (1 << 31 | 1)))
+        kind = draw(st.sampled_from((UINT32, UINT32, UINT32, INT32, UINT64, TEXT)))
+        if kind == INT32:
+            value = min(value, (1 << 31) - 1)
+        header.keys.append(Key("general.alignment", kind, str(value) if kind == TEXT else value))
         header.alignment = draw(st.sampled_from((1, 32, 64)))
-        # Of a file that names another power of two than its data have, no reader can tell that they begin elsewhere.
-        may_differ = kind == 4 and value in (1, 8, 16, 64, 128, 1 << 31)
+        # If the key has a power of two that is not the alignment of the data, a reader looks for the data at a wrong
+        # offset, and cannot notice that.
+        may_differ = kind == UINT32 and value in (1, 8, 16, 64, 128, 1 << 31)
         return f"alignment {value} as type {kind}, of the data {header.alignment}", header, may_differ
-    if place == "count":
+    if part == "count":
         field = draw(st.sampled_from(("version", "more_keys", "more_tensors", "text_growth", "magic")))
         value = draw(st.sampled_from((1, -1, 2, 1 << 20, 1 << 62, -(1 << 20))))
         if field == "version":
             value = draw(st.sampled_from((0, 1, 2, 4, 3 << 24, (1 << 32) - 1)))
-        new = b"GGML" if field == "magic" else value
-        setattr(header, field, new)
-        return f"{field} {new}", header, False
-    if place == "id":
+        new_value = b"GGML" if field == "magic" else value
+        setattr(header, field, new_value)
+        return f"{field} {new_value}", header, False
+    if part == "id":
         name = draw(st.sampled_from(("eos", "bos", "padding", "unknown", "eot")))
-        kind = draw(st.sampled_from((4, 5, 10, 11)))
+        kind = draw(st.sampled_from((UINT32, INT32, UINT64, INT64)))
         value = draw(number_of(kind))
         key = f"tokenizer.ggml.{name}_token_id"
         header.keys = [each for each in header.keys if each.name != key] + [Key(key, kind, value)]
         return f"{key} {value}", header, True
-    if place == "list":
+    if part == "list":
         return draw(changed_list(header))
     key = draw(st.sampled_from(header.keys))
     change = draw(st.sampled_from(("value", "value", "value", "absent", "twice", "name")))
-    may_differ = any(part in key.name for part in MEANINGFUL)
+    may_differ = any(text in key.name for text in MEANINGFUL)
     if change == "absent":
         header.keys.remove(key)
     elif change == "twice":
@@ -164,44 +187,43 @@ def changed_header(draw: st.DrawFn, sound: GgufHeader) -> tuple[str, GgufHeader,
     elif change == "name":
         key.name = draw(st.sampled_from((key.name.upper(), key.name + ".x", "", b"\xff", "x" * 5000)))
     else:
-        before = key.name
         key.kind, key.value = draw(values())
-        return f"{before} {shown(key.value)} as type {key.kind}", header, may_differ
+        return f"{key.name} {shown(key.value)} as type {key.kind}", header, may_differ
     return f"{shown(key.name)} {change}", header, may_differ
 
 
 @st.composite
 def changed_list(draw: st.DrawFn, header: GgufHeader) -> tuple[str, GgufHeader, bool]:
-    """Draws a change of a list of the tokenizer."""
+    """Draws one change of a list, such as the tokenizer's list of tokens; returns the same as `changed_header`."""
     key = draw(st.sampled_from([key for key in header.keys if key.kind == LIST]))
     kind, items = key.value
     items = list(items)
-    at = draw(st.integers(0, len(items) - 1))
+    index = draw(st.integers(0, len(items) - 1))
     change = draw(st.sampled_from(("shorter", "longer", "swapped", "same", "item", "type", "empty")))
     if change == "shorter":
-        items.pop(at)
+        items.pop(index)
     elif change == "longer":
-        items += [items[at]] * draw(st.sampled_from((1, 5000)))
+        items += [items[index]] * draw(st.sampled_from((1, 5000)))
     elif change == "swapped":
-        items[at], items[0] = items[0], items[at]
+        items[index], items[0] = items[0], items[index]
     elif change == "same":
-        items[at] = items[0]
+        items[index] = items[0]
     elif change == "empty":
         items = []
     elif change == "type":
         kind, item = draw(values(depth=2))
         items = [item] * len(items)
     elif kind == TEXT:
-        items[at] = draw(st.sampled_from((*TEXTS, b"\xff\xfe", "x y z")))
+        items[index] = draw(st.sampled_from((*TEXTS, b"\xff\xfe", "x y z")))
     else:
-        items[at] = draw(number_of(kind))
+        items[index] = draw(number_of(kind))
     key.value = (kind, items)
-    return f"{key.name}[{at}] {change}, now {shown(items[-1:])}", header, True
+    return f"{key.name}[{index}] {change}, now {shown(items[-1:])}", header, True
 
 
 @st.composite
 def changed_tensor(draw: st.DrawFn, header: GgufHeader) -> tuple[str, GgufHeader, bool]:
-    """Draws a change of a tensor's place, shape, type or name."""
+    """Draws one change of a tensor's offset, shape, type or name; returns the same as `changed_header`."""
     number = draw(st.integers(0, len(header.tensors) - 1))
     tensor = header.tensors[number]
     name = tensor.name
@@ -229,12 +251,13 @@ def changed_tensor(draw: st.DrawFn, header: GgufHeader) -> tuple[str, GgufHeader
         header.tensors.append(tensor)
     else:
         header.tensors.reverse()
-    is_half = tensor.kind in (1, 30)  # F16 and BF16 have the same size
-    return f"{name} {change}", header, is_half
+    # F16 and BF16 have the same size, so no reader can notice if one is taken for the other.
+    may_differ = tensor.kind in (F16, BF16)
+    return f"{name} {change}", header, may_differ
 
 
 class Files:
-    """Files of the tiny model with another header."""
+    """The attack of the kind `files`: GGUF files of the tiny model with a changed header."""
 
     def __init__(self, folder: Path):
         gguf_folder.CACHE = str(folder / "cache")
@@ -253,7 +276,7 @@ class Files:
         return changed_header(self.header).map(lambda drawn: Example(drawn[0], drawn[1:]))
 
     def read(self) -> torch.Tensor:
-        """Returns the logits [T, V] of a text, as commands read a file."""
+        """Returns the logits [T, V] of a question. The file is read in the same way as by commands."""
         folder = resolve_folder(str(self.path))
         model = load_model(folder, torch.float32, torch.device("cpu"))
         tokenizer = Tokenizer.load(folder)
@@ -263,6 +286,7 @@ class Files:
             return model.logits(model(torch.tensor([ids])))[0]
 
     def judge(self, example: Example) -> Outcome:
+        """Writes a file with the changed header, and reads it: it must be refused, or have the same logits."""
         header, may_differ = example.content
         self.path.write_bytes(header.encoded() + self.data)
         try:
@@ -270,10 +294,10 @@ class Files:
                 warnings.simplefilter("error")
                 logits = self.read()
         except R3LiteError as error:
-            problem = refusal(str(error), str(self.path))
+            outcome = refusal(str(error), str(self.path))
             if "/cache/" in str(error):
-                return Outcome(problem.way, f"the error names the cached copy: {str(error)[:300]}")
-            return problem
+                return Outcome(outcome.way, f"the error names the cached copy: {str(error)[:300]}")
+            return outcome
         is_same = logits.shape == self.logits.shape and torch.equal(logits, self.logits)
         problem = ""
         if not is_same and not may_differ:
@@ -281,7 +305,7 @@ class Files:
         return Outcome(ANSWERED, problem)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: no file is open."""
 
 
 def header_of(reader: gguf.GGUFReader) -> GgufHeader:
@@ -298,5 +322,5 @@ def header_of(reader: gguf.GGUFReader) -> GgufHeader:
     tensors = []
     for tensor in reader.tensors:
         offset = tensor.data_offset - reader.data_offset
-        tensors.append(TensorInfo(tensor.name, tensor.shape.tolist(), int(tensor.tensor_type), offset))
+        tensors.append(TensorInfo(tensor.name, tensor.shape.tolist(), kind=int(tensor.tensor_type), offset=offset))
     return GgufHeader(keys, tensors)

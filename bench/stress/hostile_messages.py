@@ -1,4 +1,4 @@
-"""Messages on the rollout wire that no sound program sends: replies to a trainer, and requests to a worker."""
+"""Malformed messages between trainer and rollout servers: replies to a trainer, and requests to a rollout worker."""
 
 import contextlib
 import hashlib
@@ -15,7 +15,16 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from bench.stress.generated import ANSWERED, REFUSED, Example, Outcome, changed_bytes, changed_json, refusal
+from bench.stress.generated import (
+    ANSWERED,
+    ERROR_LIMIT,
+    REFUSED,
+    Example,
+    Outcome,
+    changed_bytes,
+    changed_json,
+    refusal,
+)
 from bench.stress.watching import TINY
 from r3lite.assembly.rollout_service import build_service
 from r3lite.core.episode import ANSWERED as HAS_ANSWER
@@ -51,12 +60,13 @@ PASSAGE = Document("d1", "The book", "Ann wrote it in 1901.", metadata=(("year",
 STEPS = (Step.asking("I look it up.", "author of the book", [PASSAGE]), Step("Ann wrote it.", answer="Ann, 1901"))
 FACTS = {"--model": "tiny", "--temperature": "1.0"}
 ADAPTER = AdapterFiles(b"{}\0weights")
+# By path the sound replies that do not depend on the request.
 SOUND_REPLIES = {
     "/version": {"adapter": ADAPTER.version, "dtype": "fp32", "facts": FACTS},
     "/v1/models": {"object": "list", "data": [{"id": "tiny", "root": "tiny", "max_model_len": 4096}]},
     "/v1/load_lora_adapter": "loaded",
 }
-# Of replies; with none of the others a body is read.
+# Headers of replies. Most replies have none, else hardly any body would be read.
 HEADERS = (
     {}, {}, {}, {}, {}, {}, {}, {}, {"content-type": "application/json; charset=zlib"},
     {"content-type": "application/json; charset=hex"}, {"content-type": "text/plain; charset=utf-16"},
@@ -66,7 +76,7 @@ STATUSES = (200, 200, 200, 200, 200, 200, 200, 200, 200, 204, 302, 404, 500, 503
 
 
 def sound_sequence(layout: Layout) -> Sequence:
-    """Returns an episode with a search and an answer, as a model could have written it."""
+    """Returns an episode with a search and an answer, as a model could have sampled it."""
     transcript = layout.lay_out(QUESTION, STEPS, document_tokens=64)
     return Sequence(
         QUESTION,
@@ -82,11 +92,11 @@ def sound_sequence(layout: Layout) -> Sequence:
 
 
 def flaws_of(sequence: Sequence, layout: Layout) -> str:
-    """Says why a trainer could not have sampled an episode that it has taken; "" if it could."""
+    """Returns why no model can have sampled an episode that a trainer has accepted; "" if one can."""
     prompt = layout.prompt(QUESTION.text)
     actions = sum(sequence.action_mask)
     has_answer = [step.answer is not None for step in sequence.steps]
-    checks = {
+    checks = {  # what is wrong if the value is False
         "another prompt": sequence.tokens[: len(prompt)] == prompt and not any(sequence.action_mask[: len(prompt)]),
         "ids beyond the vocabulary": all(0 <= token < layout.tokenizer.size for token in sequence.tokens),
         "too long": len(sequence.tokens) <= layout.lengths.max_length,
@@ -98,16 +108,16 @@ def flaws_of(sequence: Sequence, layout: Layout) -> str:
         "no end": sequence.step_ends[-1:] == [len(sequence.tokens) - 1],
         "answers and finish": has_answer == [False] * (len(has_answer) - 1) + [sequence.finish == HAS_ANSWER],
     }
-    wrong = [name for name, holds in checks.items() if not holds]
+    flaws = [name for name, holds in checks.items() if not holds]
     try:
         parse(json.dumps(sequence.episode().to_json(), ensure_ascii=False))
     except R3LiteError as error:
-        wrong.append(f"its line in episodes.jsonl cannot be read: {error}")
-    return ", ".join(wrong)
+        flaws.append(f"its line in episodes.jsonl cannot be read: {error}")
+    return ", ".join(flaws)
 
 
-class Replies(ThreadingHTTPServer):
-    """A server that replies what it is told to: by path a status, headers and a body."""
+class ScriptedServer(ThreadingHTTPServer):
+    """A server that sends the replies in `by_path`: for each path a status, headers and a body."""
 
     daemon_threads = True
 
@@ -118,17 +128,17 @@ class Replies(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Prints nothing: clients leave in the middle of what they refuse."""
+        """Prints nothing: a client may close the connection in the middle of a reply that it refuses."""
 
 
 class ReplyHandler(BaseHTTPRequestHandler):
-    """Replies to GET and POST alike."""
+    """Sends the reply of a path, to GET and POST alike."""
 
-    server: Replies
+    server: ScriptedServer
 
     def do_GET(self) -> None:
         self.rfile.read(int(self.headers.get("content-length", 0)))
-        path = "/adapter" if self.path.startswith("/adapter") else self.path
+        path = "/adapter" if self.path.startswith("/adapter") else self.path  # without the version of the adapter
         status, headers, body = self.server.by_path.get(path, (200, {}, b"{}"))
         self.send_response(status)
         for name, value in ({"content-length": str(len(body))} | headers).items():
@@ -143,14 +153,14 @@ class ReplyHandler(BaseHTTPRequestHandler):
 
 
 class ToTrainer:
-    """Replies of a worker and of a vLLM server to a trainer."""
+    """The attack with replies to a trainer, as from a rollout worker or a vLLM server."""
 
     def __init__(self, folder: Path):
         tokenizer = Tokenizer.load(resolve_folder("tiny"))
         self.folder = folder
         self.layout = Layout(tokenizer, build_protocol(ProtocolSettings()), LENGTHS)
-        self.replies = Replies()
-        self.sound = {path: json.dumps(reply).encode() for path, reply in SOUND_REPLIES.items()}
+        self.server = ScriptedServer()
+        self.sound_bodies = {path: json.dumps(reply).encode() for path, reply in SOUND_REPLIES.items()}
         self.episodes = {"episodes": [sequence_to_json(sound_sequence(self.layout)) | {"adapter": ADAPTER.version}]}
         ids = tokenizer.encode("Step 1:\nThe problem analysis: known\nThe final answer: Ann")
         ids.append(tokenizer.stop_id)
@@ -172,34 +182,36 @@ class ToTrainer:
             name, body = draw(changed_json(sound[path]))
             status = draw(st.sampled_from(STATUSES))
             headers = draw(st.sampled_from(HEADERS))
-            extra = f" with status {status} and {list(headers.items())}"[:100]
-            return Example(f"{path}: {name}{extra}", (path, status, headers, body))
+            suffix = f" with status {status} and {list(headers.items())}"[:100]
+            return Example(f"{path}: {name}{suffix}", (path, status, headers, body))
 
         return reply()
 
     def judge(self, example: Example) -> Outcome:
+        """Lets a trainer ask for the reply: it must refuse the reply, or accept episodes without flaws."""
         path, status, headers, body = example.content
-        self.replies.by_path = {known: (200, {}, text) for known, text in self.sound.items()}
-        self.replies.by_path[path] = (status, headers, body)
-        link = Link(self.replies.url, "Check that it runs.", seconds=5, max_bytes=1 << 24)
+        self.server.by_path = {sound_path: (200, {}, text) for sound_path, text in self.sound_bodies.items()}
+        self.server.by_path[path] = (status, headers, body)
+        link = Link(self.server.url, "Check that it runs.", seconds=5, max_bytes=1 << 24)
         try:
             sequences = self.ask(path, link)
         except R3LiteError as error:
-            return refusal(str(error), self.replies.url)
-        return Outcome(ANSWERED, "; ".join(filter(None, (flaws_of(each, self.layout) for each in sequences))))
+            return refusal(str(error), self.server.url)
+        flaws = [flaws_of(sequence, self.layout) for sequence in sequences]
+        return Outcome(ANSWERED, "; ".join(filter(None, flaws)))
 
     def ask(self, path: str, link: Link) -> list[Sequence]:
-        """Returns what a trainer has of the reply at a path: episodes, or nothing if a server is only checked."""
+        """Sends a trainer's request to a path; returns the episodes, or [] if the path only tells about the server."""
         ticket = Ticket(QUESTION, "0", 0)
         if path.startswith("/v1/"):
             config = PpoConfig()
             config = replace(config, model=replace(config.model, model="tiny"), lengths=LENGTHS)
-            server = VllmServer(link, config, lambda sequence: self.layout, self.folder)
+            vllm_server = VllmServer(link, config, lambda sequence: self.layout, self.folder)
             if path == "/v1/models":
-                self.replies.by_path["/version"] = (200, {}, b'{"version": "0.33.0"}')
-                server.check()
+                self.server.by_path["/version"] = (200, {}, b'{"version": "0.33.0"}')
+                vllm_server.check()
                 return []
-            return server.sample([ticket], ADAPTER, lambda pairs: [[PASSAGE] for _ in pairs])
+            return vllm_server.sample([ticket], ADAPTER, lambda pairs: [[PASSAGE] for _ in pairs])
         worker = RolloutWorker(link, FACTS, lambda sequence: self.layout)
         if path == "/version":
             worker.check()
@@ -208,12 +220,12 @@ class ToTrainer:
         return worker.sample([ticket], ADAPTER, lambda pairs: [])
 
     def close(self) -> None:
-        self.replies.shutdown()
-        self.replies.server_close()
+        self.server.shutdown()
+        self.server.server_close()
 
 
 class ToWorker:
-    """Requests of a trainer to a worker: episodes to sample, and adapters."""
+    """The attack with requests to a rollout worker, as from a trainer: episodes to sample, and adapters."""
 
     def __init__(self, folder: Path):
         sizes = "--retriever none --max-new-tokens 16 --max-hops 2 --max-length 1200"
@@ -224,22 +236,22 @@ class ToWorker:
         self.server = Server(self.service, "127.0.0.1", 0)
         threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         self.adapter = adapter_of(folder)
-        self.path = f"/adapter/{self.adapter.version}"
+        self.adapter_path = f"/adapter/{self.adapter.version}"
         self.log = io.StringIO()
-        assert self.post(self.path, self.adapter.body)[0] == 200
+        assert self.post(self.adapter_path, self.adapter.body)[0] == 200
         earlier = ({"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"})
-        other = replace(
+        question_with_history = replace(
             QUESTION, id="q2", documents=(PASSAGE,), gold=(PASSAGE,), earlier=earlier, procedure="Be brief."
         )
         tickets = [
             Ticket(QUESTION, "1", 0),
-            Ticket(other, "2", 1),
+            Ticket(question_with_history, "2", 1),
             Ticket(QUESTION, "3", 2, start=(sound_sequence(self.layout), 1)),
         ]
         head = {"identity": identity_of(self.service.facts), "adapter": self.adapter.version}
-        self.request = tickets_to_json(tickets) | head
-        self.reply = self.sound_reply()
-        self.count = 0
+        self.sound_request = tickets_to_json(tickets) | head
+        self.expected_reply = self.ask_sound_request()
+        self.count = 0  # of the requests that were judged
 
     @property
     def strategy(self) -> st.SearchStrategy[Example]:
@@ -249,13 +261,13 @@ class ToWorker:
         def request(draw: st.DrawFn) -> Example:
             part = draw(st.sampled_from(("sample", "sample", "sample", "config", "header", "adapter")))
             if part == "sample":
-                name, body = draw(changed_json(self.request))
+                name, body = draw(changed_json(self.sound_request))
                 return Example(f"/sample: {name}", ("/sample", body))
             if part == "config":
                 name, changed = draw(changed_json(json.loads(config)))
                 body = changed + b"\0" + weights
             elif part == "header":
-                size = struct.unpack("<Q", weights[:8])[0]
+                size = struct.unpack("<Q", weights[:8])[0]  # of the header of a safetensors file
                 name, changed = draw(changed_json(json.loads(weights[8 : 8 + size])))
                 body = config + b"\0" + struct.pack("<Q", len(changed)) + changed + weights[8 + size :]
             else:
@@ -268,6 +280,7 @@ class ToWorker:
         return request()
 
     def judge(self, example: Example) -> Outcome:
+        """Sends a request: it must be refused with an error, or be answered correctly, and change nothing else."""
         path, body = example.content
         self.log = io.StringIO()
         with contextlib.redirect_stderr(self.log):
@@ -279,40 +292,46 @@ class ToWorker:
             problem = self.flaw_of(path, body, reply)
         elif status not in (400, 413, 422) or not reply.get("error"):
             problem = f"status {status}: {str(reply)[:300]}"
-        elif len(reply["error"]) > 2000:
+        elif len(reply["error"]) > ERROR_LIMIT:
             problem = f"an error of {len(reply['error']):,} characters"
         if not problem:
-            problem = self.state_flaw(path)
+            problem = self.flaw_afterwards(path)
         return Outcome(ANSWERED if status == 200 else REFUSED, problem)
 
     def flaw_of(self, path: str, body: bytes, reply: dict) -> str:
-        """Says what is wrong with a reply of status 200."""
+        """Returns what is wrong with a reply of status 200; "" if nothing is."""
         if path != "/sample":
             version = hashlib.sha256(body).hexdigest()[:32]
             return "" if reply == {"adapter": version} else f"another adapter: {reply}"
         if reply == {"differs": True}:
             return ""
-        wanted = len(json.loads(body)["episodes"] or [])
+        expected_count = len(json.loads(body)["episodes"] or [])
         episodes = Record(reply, Source("")).records("episodes")
         for episode in episodes:
             sequence_from_json(episode, QUESTION, EpisodeLimits.of(self.layout))
-        return "" if len(episodes) == wanted else f"{len(episodes)} episodes of {wanted}"
+        return "" if len(episodes) == expected_count else f"{len(episodes)} episodes of {expected_count}"
 
-    def state_flaw(self, path: str) -> str:
-        """Says how a worker differs from the one before a message; it is asked the sound request at times."""
+    def flaw_afterwards(self, path: str) -> str:
+        """Sends the sound request; returns what is wrong with the reply, "" if nothing is.
+
+        After a request for episodes, which takes long to check, this is done for one request of ten. After another
+        request the sound adapter is sent first, since the worker may have taken the adapter of the request.
+        """
         self.count += 1
         if path != "/sample":
-            self.post(self.path, self.adapter.body)
+            self.post(self.adapter_path, self.adapter.body)
         if path == "/sample" and self.count % 10:
             return ""
-        return "" if self.sound_reply() == self.reply else "then a sound request has another reply"
+        return "" if self.ask_sound_request() == self.expected_reply else "then a sound request has another reply"
 
-    def sound_reply(self) -> dict:
-        status, reply = self.post("/sample", json.dumps(self.request).encode())
+    def ask_sound_request(self) -> dict:
+        """Returns the reply to the sound request."""
+        status, reply = self.post("/sample", json.dumps(self.sound_request).encode())
         assert status == 200 and len(reply["episodes"]) == 3, reply
         return reply
 
     def post(self, path: str, body: bytes) -> tuple[int, dict]:
+        """Returns the status and the JSON of the reply to a POST request."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.server_port, timeout=60)
         with contextlib.closing(connection):
             connection.request("POST", path, body)
@@ -325,7 +344,7 @@ class ToWorker:
 
 
 def adapter_of(folder: Path) -> AdapterFiles:
-    """Returns a new adapter of the tiny model."""
+    """Returns a newly initialized adapter of the tiny model; writes its files into the folder."""
     source = resolve_folder("tiny")
     model = load_model(source, torch.float32, torch.device("cpu"))
     lora.add_adapter(model, "policy", r=2, alpha=4)

@@ -1,20 +1,26 @@
-"""A CUDA device that is simulated: tensors lie in the host's memory and bear a label, so numbers are those of the CPU.
+"""Simulates a CUDA device: its tensors lie in the host's memory and have a label, so results are those of the CPU.
 
     with SimulatedCuda() as card:
-        ...  # whoever asks for "cuda" gets it; card.counts tells what it did
+        ...  # code that uses the device "cuda" uses the card; card.counts has what the card did
     python -m bench.stress.simulated_cuda -m r3lite.sft --preset tiny --device cuda --dtype fp32 ...
 
-Refused as on a card: operators that mix devices, `.numpy()` of a tensor of the device, a generator of the other device,
-and in a graph whatever cannot be captured. Counted: kernels with the bytes that they read and write, copies, and waits
-of the host with the functions of r3lite that they happen in. A graph holds the operators that ran while it was
-captured, and does them again on the same memory. Live tensors take memory of the card, which is limited; streams are
-checked to wait for one another (simulation/streams.py).
+What is an error on a real card is an error here: operators that mix devices, `.numpy()` of a tensor of the device, a
+generator of the other device, and during the capture of a graph all that cannot be captured.
 
-An operator is one kernel, unless it is a view or an allocation; one that PyTorch makes of others on every device, such
-as logsumexp, counts as those. Not seen: how many kernels a library's operator needs (a sort, the backward pass of
-attention, a step of an optimizer), CUDA's own list for autocast (it is the CPU's, but for cat and stack), memory inside
-operators, fragments of the allocator, reuse of memory within a graph, and operators in other threads than the one that
-entered the block.
+The card counts kernels with the bytes that they read and write, copies, and waits of the host with the functions of
+r3lite that wait. A graph records the operators that run while it is captured; a replay runs them again on the same
+memory. Live tensors take memory of the card, which is limited. Work that misses a wait between two streams is an error
+(simulation/streams.py).
+
+An operator counts as one kernel, unless it is a view or an allocation. A composite operator, which PyTorch computes by
+other operators on every device (logsumexp, for example), counts as those operators.
+
+Not simulated are
+
+- the number of kernels of an operator that needs several (a sort, the backward pass of attention, an optimizer step),
+- CUDA's list of operators for autocast (except for cat and stack, it is the CPU's list),
+- memory that operators use inside, fragmentation by the allocator, and reuse of memory within a graph,
+- operators in other threads than the one that entered the block.
 """
 
 import contextlib
@@ -43,28 +49,30 @@ aten = torch.ops.aten
 
 
 class SimulatedCuda:
-    """A card with so many bytes; by default 4 GiB of which 3.6 are free, as on a laptop. Compute capability 7.5.
+    """A card of compute capability 7.5. Within its `with` block it is the CUDA device of this thread.
 
-    Within its `with` block it is the CUDA device of this thread.
+    `total` and `free` are bytes; by default 3.6 of 4 GiB are free, as on a laptop. `bf16`: the card supports bfloat16.
     """
 
     def __init__(self, total: int = 4 * GIB, free: int = int(3.6 * GIB), bf16: bool = False):
         assert not torch.cuda.is_available(), "there is a real card: hide it by CUDA_VISIBLE_DEVICES=-1"
-        self.total, self.free, self.bf16 = total, free, bf16
+        self.total = total
+        self.free = free
+        self.bf16 = bf16
         self.counts = Counts()
         self.memory = LiveTensors()
-        self.share = 1.0  # of the memory, that this process may have
-        self.generator = torch.Generator()  # the device's default one
-        self.generators = {self.generator._cdata}  # those that are the device's
-        self.initialized = False  # as CUDA is by its first use
+        self.share = 1.0  # share of the total memory that this process may allocate
+        self.generator = torch.Generator()  # the default generator of the device
+        self.generators = {self.generator._cdata}  # addresses of all generators of the device
+        self.initialized = False  # CUDA is initialized when it is first used
         self.host = Stream()
-        self.stream: Stream = runtime.CardStream(self)  # that work is queued on now
-        self.graph: runtime.Graph | None = None  # that is being captured
+        self.stream: Stream = runtime.CardStream(self)  # the current stream: new work is queued on it
+        self.graph: runtime.Graph | None = None  # the graph that is being captured
         self._operators = _Operators(self._run)
-        self._inside = False  # an operator that is made of others
-        self._silent = False  # what runs is counted as a whole
-        self._room: int | None = None  # allocations until memory runs out
-        self._misuse: Unordered | None = None  # found when memory was given back
+        self._in_composite = False  # while a composite operator runs
+        self._in_one_kernel = False  # within a block of `one_kernel`
+        self._allocations_left: int | None = None  # allocations until one fails; None: no failure is planned
+        self._misuse: Unordered | None = None  # an error from freeing memory, to be raised at the next occasion
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> "SimulatedCuda":
@@ -82,101 +90,118 @@ class SimulatedCuda:
             raise self._misuse
 
     def run_out_of_memory(self, after: int) -> None:
-        """After so many more tensors that take memory, the next one finds none, once."""
-        self._room = after
+        """Lets one allocation fail for lack of memory, after `after` more successful ones."""
+        self._allocations_left = after
 
     def so_far(self) -> Counts:
-        """The counts of now, to be subtracted from later ones."""
+        """Returns a copy of the counts, to be subtracted from later ones."""
         return self.counts - Counts()
 
     def wait(self, why: str, done: dict[Stream, int] | None = None) -> None:
-        """The host waits for this work, by default for all that is queued on the current stream."""
+        """The host waits for work, by default for all work on the current stream; `why` is recorded in the counts.
+
+        `done` has for each stream how many pieces of its work are finished after the wait.
+        """
         self._refuse_in_capture(why)
         self.counts.wait(why)
         self.host.learn(self.stream.done if done is None else done)
 
     @contextlib.contextmanager
     def one_kernel(self, name: str, inputs: Any) -> Iterator[list[Tensor]]:
-        """What is done within the block is one kernel on a card; the block puts its results into the list."""
+        """Counts all operators within the block as one kernel; the block must append its results to the list."""
         results: list[Tensor] = []
-        before, self._silent = self._silent, True
+        was_in_one_kernel = self._in_one_kernel
+        self._in_one_kernel = True
         try:
             yield results
         finally:
-            self._silent = before
+            self._in_one_kernel = was_in_one_kernel
         self._count(name, bytes_of(tensors_in(inputs)), bytes_of(results), 0)
 
     def order(self, reads: list[Tensor], writes: list[Tensor]) -> None:
-        """Queues work on the current stream; raises Unordered if it may meet another stream's."""
+        """Queues work that uses these tensors on the current stream.
+
+        Raises Unordered if another stream may use their memory at the same time.
+        """
         if self._misuse:
             raise self._misuse
         self.stream.learn(self.host.done)
-        self.stream.work(uses_of(reads), uses_of(writes))
+        self.stream.queue(uses_of(reads), uses_of(writes))
 
     def read_by_host(self, tensor: Tensor) -> None:
-        """Raises Unordered if the host may be reading what a copy has yet to bring."""
+        """Raises Unordered if the host reads a tensor that an unfinished copy may still be writing."""
         if not on_card(tensor):
-            self.host.work(uses_of([tensor]), [])
+            self.host.queue(uses_of([tensor]), [])
 
     def _run(self, function, args: tuple, kwargs: dict) -> Any:
-        """Does what an operator does, where its tensors are."""
-        inputs, asked = tensors_in((args, kwargs)), kwargs.get("device")
-        here = any(map(on_card, inputs))
-        there = here if asked is None else asked.type == "cuda" or (asked.type == "cpu" and self._is_for_card())
+        """Runs an operator on the host or on the card, or copies between them."""
+        inputs = tensors_in((args, kwargs))
+        device = kwargs.get("device")
+        has_card_inputs = any(map(on_card, inputs))
+        if device is None:
+            result_on_card = has_card_inputs
+        else:
+            result_on_card = device.type == "cuda" or (device.type == "cpu" and self._is_for_card())
         if function.overloadpacket in operators.COPIES:
-            in_place = function.overloadpacket is aten.copy_
-            to_card = on_card(args[0]) if in_place else there
-            if on_card(args[in_place]) != to_card:
-                return self._copy(function, args, kwargs, args[in_place], to_card)
-        if not there:
-            return self._on_host(function, args, kwargs, inputs)
-        if here:
+            in_place = function.overloadpacket is aten.copy_  # copy_(target, source)
+            source = args[1] if in_place else args[0]
+            to_card = on_card(args[0]) if in_place else result_on_card
+            if on_card(source) != to_card:
+                return self._copy(function, args, kwargs, source=source, to_card=to_card)
+        if not result_on_card:
+            return self._on_host(function, args, kwargs, inputs=inputs)
+        if has_card_inputs:
             operators.refuse_mixed(function, args, inputs)
-        if asked is not None:
+        if device is not None:
             kwargs = kwargs | {"device": CPU}
         if not operators.is_kernel(function):
-            return self._look_or_allocate(function, args, kwargs)
-        if (key := operators.composite_key(function)) is None:
-            return self._kernel(function, args, kwargs, inputs)
-        before, self._inside = self._inside, True
+            return self._view_or_allocate(function, args, kwargs)
+        key = operators.composite_key(function)
+        if key is None:
+            return self._kernel(function, args, kwargs, inputs=inputs)
+        was_in_composite = self._in_composite
+        self._in_composite = True
         try:
-            with self._operators:
+            with self._operators:  # else the operators inside would not come to this method
                 return function._op_dk(key, *args, **kwargs)
         finally:
-            self._inside = before
+            self._in_composite = was_in_composite
 
     def _is_for_card(self) -> bool:
-        """Whether C++ asks for memory of the CPU because it does not see the label of the tensors that it works for.
+        """Returns whether a new tensor that is requested for the CPU belongs on the card.
 
-        So it does within operators made of others, and in what autograd does by itself with gradients of the device.
+        PyTorch's C++ code does not see the labels of tensors. So it requests the CPU for tensors of the card inside
+        composite operators, and when autograd handles gradients of the card.
         """
         frame = sys._getframe()
         while frame.f_code.co_filename == __file__:
             frame = frame.f_back
-        backward = frame.f_code is _engine_run_backward.__code__
-        return self._inside or (backward and on_card(frame.f_locals["t_outputs"][0]))
+        is_backward = frame.f_code is _engine_run_backward.__code__
+        return self._in_composite or (is_backward and on_card(frame.f_locals["t_outputs"][0]))
 
     def _on_host(self, function, args: tuple, kwargs: dict, inputs: list[Tensor]) -> Any:
-        """Runs an operator of the host's own."""
+        """Runs an operator on tensors of the host."""
         generator = kwargs.get("generator")
         if generator is not None and generator._cdata in self.generators:
             raise RuntimeError("Expected a 'cpu' device type for generator but found 'cuda'")
-        if uses := uses_of(t for t in inputs if not on_card(t)):
-            self.host.work(uses, uses_of(operators.written_by(function, args, kwargs)))
+        uses = uses_of(tensor for tensor in inputs if not on_card(tensor))
+        if uses:
+            self.host.queue(uses, uses_of(operators.written_by(function, args, kwargs)))
         if kwargs.get("pin_memory"):
             return _pinned(function(*args, **kwargs | {"pin_memory": False}))
         return function(*args, **kwargs)
 
-    def _look_or_allocate(self, function, args: tuple, kwargs: dict) -> Any:
-        """Runs an operator that is no kernel."""
-        result = self._hold(function(*args, **kwargs))
+    def _view_or_allocate(self, function, args: tuple, kwargs: dict) -> Any:
+        """Runs an operator that needs no kernel: it returns a view of a tensor, or new memory."""
+        result = self._label(function(*args, **kwargs))
         if self.graph is not None and not function.is_view:
             for tensor in tensors_in(result):
-                tensor.zero_()  # it has no values in a capture; these would do as indices
+                # On a card, nothing is computed during a capture. Zeros are valid values even for indices.
+                tensor.zero_()
         return result
 
     def _kernel(self, function, args: tuple, kwargs: dict, inputs: list[Tensor]) -> Any:
-        """Runs a kernel, or captures it."""
+        """Runs an operator that is one kernel; during a capture it becomes part of the graph."""
         if Tag.nondeterministic_seeded in function.tags:
             kwargs = self._seeded(function, kwargs)
         for why, copied in operators.waits(function, args):
@@ -185,12 +210,15 @@ class SimulatedCuda:
                 self.counts.upload_bytes += size_of(copied)
             self.wait(why)
         written = operators.written_by(function, args, kwargs)
-        call = operators.taking_numbers(function, args)
-        if self.graph is not None and any(t.numel() for t in written):  # a capture changes nothing
-            result = None if not function._schema.returns else written[0] if len(written) == 1 else tuple(written)
-        else:
+        call = operators.callable_for(function, args)
+        if self.graph is None or not any(tensor.numel() for tensor in written):
             result = call(*args, **kwargs)
-        self._hold(result)
+        # A capture changes no tensor, so an operator that works in place does not run. It returns what it would write.
+        elif not function._schema.returns:
+            result = None
+        else:
+            result = written[0] if len(written) == 1 else tuple(written)
+        self._label(result)
         results = tensors_in(result)
         self.order(inputs, [*written, *results])
         if self.graph is not None:
@@ -198,43 +226,45 @@ class SimulatedCuda:
         if function.overloadpacket is aten._local_scalar_dense:
             self.counts.downloads += 1
             self.counts.download_bytes += size_of(args[0])
-        elif any(t.numel() for t in (*inputs, *results)):
+        elif any(tensor.numel() for tensor in (*inputs, *results)):
             name = str(function.overloadpacket).removeprefix("aten.")
-            moved = operators.traffic(function, args, inputs, written, results)
-            self._count(name, *moved, operators.operations(function, args, kwargs, result))
+            traffic = operators.traffic(function, args, inputs=inputs, written=written, results=results)
+            self._count(name, *traffic, operators.operations(function, args, kwargs, result=result))
         return result
 
     def _copy(self, function, args: tuple, kwargs: dict, source: Tensor, to_card: bool) -> Any:
-        """A copy between the host and the device."""
-        self._refuse_in_capture("a copy to the device" if to_card else "a copy to the host")
-        made = function.overloadpacket is aten._to_copy
-        non_blocking = kwargs.get("non_blocking") or (not made and len(args) > 2 and args[2])
-        result = function(*args, **kwargs | ({"device": CPU} if made else {}))
+        """Copies between the host and the device; the host waits for it unless the copy is non-blocking."""
+        description = "a copy to the device" if to_card else "a copy to the host"
+        self._refuse_in_capture(description)
+        makes_tensor = function.overloadpacket is aten._to_copy  # and not copy_, whose third argument is non_blocking
+        non_blocking = kwargs.get("non_blocking") or (not makes_tensor and len(args) > 2 and args[2])
+        result = function(*args, **kwargs | ({"device": CPU} if makes_tensor else {}))
         if not result.numel():  # there is nothing to wait for
-            return self._hold(result) if to_card else result
+            return self._label(result) if to_card else result
         if to_card:
-            self._hold(result)
+            self._label(result)
             self.counts.uploads += 1
             self.counts.upload_bytes += size_of(result)
         else:
             self.counts.downloads += 1
             self.counts.download_bytes += size_of(result)
-            if made and non_blocking:
-                _pinned(result)  # where PyTorch puts the result of such a copy
-            non_blocking = non_blocking and use_of(result) is not None  # not pinned: CUDA itself waits
-        if not (result if to_card else source).is_contiguous():  # by way of a contiguous copy on the device
+            if makes_tensor and non_blocking:
+                _pinned(result)  # PyTorch puts the result of a non-blocking copy into pinned memory
+            non_blocking = non_blocking and use_of(result) is not None  # if it is not pinned, CUDA itself waits
+        # A tensor that is not contiguous is copied by way of a contiguous one on the device, which takes a kernel.
+        if not (result if to_card else source).is_contiguous():
             self._count("copy_", size_of(result), size_of(result), 0)
         self.order([source], [result])
         if not non_blocking:
-            self.wait("a copy to the device" if to_card else "a copy to the host")
+            self.wait(description)
         return result
 
-    def _refuse_in_capture(self, what: str) -> None:
+    def _refuse_in_capture(self, action: str) -> None:
         if self.graph is not None:
-            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({what})")
+            raise RuntimeError(f"CUDA error: operation not permitted when stream is capturing ({action})")
 
     def _seeded(self, function, kwargs: dict) -> dict:
-        """With the device's generator, if the operator takes one."""
+        """Returns the keyword arguments with the device's generator, if the operator takes a generator."""
         if not operators.takes_generator(function):
             return kwargs
         generator = kwargs.get("generator") or self.generator
@@ -243,8 +273,11 @@ class SimulatedCuda:
         return kwargs | {"generator": generator}
 
     def _count(self, name: str, *cost: int) -> None:
-        """Counts a kernel that the host launches, or that is part of the graph that is being captured."""
-        if self._silent:
+        """Counts a kernel: as launched by the host, or as part of the graph that is being captured.
+
+        The cost is bytes read, bytes written and arithmetic operations.
+        """
+        if self._in_one_kernel:
             return
         if self.graph is not None:
             self.graph.kernels.append((name, *cost))
@@ -252,8 +285,8 @@ class SimulatedCuda:
             self.counts.launches += 1
             self.counts.kernel(name, *cost)
 
-    def _hold(self, result: Any) -> Any:
-        """Labels results as the device's; those that are new take memory of it."""
+    def _label(self, result: Any) -> Any:
+        """Labels the tensors of a result as tensors of the device, and returns the result. New ones take memory."""
         for tensor in tensors_in(result):
             if use_of(tensor) is None:
                 storage = tensor.untyped_storage()
@@ -264,23 +297,25 @@ class SimulatedCuda:
         return result
 
     def _allocate(self, size: int) -> None:
+        """Raises OutOfMemoryError if so many bytes are not free, or if this allocation is to fail."""
         self.initialized = True
-        full = self.memory.live + size > min(self.free, int(self.share * self.total))
-        if self._room is not None:
-            full, self._room = full or self._room == 0, self._room - 1
-        if full:
-            self._room = None
+        fails = self.memory.live + size > min(self.free, int(self.share * self.total))
+        if self._allocations_left is not None:
+            fails = fails or self._allocations_left == 0
+            self._allocations_left -= 1
+        if fails:
+            self._allocations_left = None
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size / 2**20:.2f} MiB. (simulated)")
 
     def _free(self, use: Use) -> None:
         try:
             use.free()
-        except Unordered as error:  # whatever comes next raises it: nothing can be raised from here
+        except Unordered as error:  # a finalizer cannot raise it, so the next operator does
             self._misuse = self._misuse or error
 
 
 class _Operators(TorchDispatchMode):
-    """Hands every operator of this thread to a function."""
+    """Calls a function instead of each operator of this thread."""
 
     def __init__(self, run: Callable[[Any, tuple, dict], Any]):
         super().__init__()
@@ -288,20 +323,20 @@ class _Operators(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else the first operator imports PyTorch's compiler, which takes seconds
+        return False  # True would import PyTorch's compiler at the first operator, which takes seconds
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return self.run(function, args, kwargs or {})
 
 
 def _pinned(tensor: Tensor) -> Tensor:
-    """The same tensor, whose memory counts as pinned from now on."""
+    """Marks the memory of a tensor as pinned, and returns the tensor."""
     tensor.untyped_storage().use = Use()
     return tensor
 
 
 def main() -> None:
-    """Runs a module as `python -m` does; what the device did goes to stderr."""
+    """Runs a module as `python -m` does, and prints the counts of the card to stderr."""
     if len(sys.argv) < 3 or sys.argv[1] != "-m":
         sys.exit("usage: python -m bench.stress.simulated_cuda -m MODULE [ARGUMENTS]")
     sys.argv[:] = sys.argv[2:]

@@ -1,17 +1,18 @@
-"""Long runs at the smallest scale: memory, descriptors, threads and files that do not grow, and a speed that stays.
+"""Long runs at the smallest scale: memory, descriptors, threads and files must not grow, nor may the speed decrease.
 
     python -m bench.stress.soak                          # all, into bench/results/soak.json
     python -m bench.stress.soak --only serve --scale 0.1 # a tenth of the requests
 
-2,000 steps of `sft`, 500 rounds of `ppo --algorithm grpo`, 20,000 requests to `serve`, each in a process that is
-watched from outside: resident memory, descriptors, threads, seconds computed, files of its folder. The first tenth is
-the warm-up. What comes after it is compared: the medians of the second and of the last tenth. Speed is work per second
-computed and not by the clock, since other programs may run; and since these take cache and memory, it is held against
-the seconds that work which is always the same takes at that time. Learning rates are so small that the last round has
-as much to do as the first. Linux only.
+The kinds `sft` (2,000 steps), `grpo` (500 rounds of `ppo --algorithm grpo`) and `serve` (20,000 requests) run in a
+process that is watched from outside: resident memory, descriptors, threads, CPU time, files in its folder. The first
+tenth of a run is its warm-up; the second tenth is compared with the last one.
 
-`live-ppo` and `live-grpo` are 300 rounds of changing lengths in this process, after each of which the bytes of live
-tensors are counted. `workers` are 200 rounds that two rollout workers sample, with kills and slow links
+Speed is work per second of CPU time, not of the clock, since other programs may run. These also slow down the caches
+and the memory, so the speed is compared with that of a fixed amount of work at the same time. Learning rates are so
+small that the last round has as much to do as the first. Linux only.
+
+The kinds `live-ppo` and `live-grpo` are 300 rounds of varying lengths in this process; the bytes of live tensors are
+counted after each round. The kind `workers` is 200 rounds that two rollout workers sample, with kills and slow links
 (worker_soak.py).
 """
 
@@ -34,7 +35,7 @@ from unittest import mock
 
 from bench import options, records
 from bench.stress import worker_soak
-from bench.stress.watching import EVERY, ROOT, TINY, WORLD, Look, look, verdict, watched
+from bench.stress.watching import ROOT, SNAPSHOT_INTERVAL, TINY, WORLD, Snapshot, take_snapshot, verdict, watch_command
 from r3lite import ppo
 from r3lite.assembly.reinforcement import RLTrainer
 from r3lite.core import run_files
@@ -43,90 +44,117 @@ from r3lite.devices import machine
 from r3lite.devices.live_tensors import MIB, LiveTensors
 from r3lite.training import metrics
 
-STEPS, ROUNDS, REQUESTS, PEOPLE = 2000, 500, 20_000, 8
-REMOTE_ROUNDS = 200
-COUNTED, WARM, MOST_DRIFT = 300, 4, 1.0  # rounds whose live tensors are counted; without the first ones; MiB
+STEPS = 2000  # of sft
+ROUNDS = 500  # of grpo
+REQUESTS = 20_000  # to serve
+CLIENTS = 8  # of serve, at once
+REMOTE_ROUNDS = 200  # of workers
+LIVE_ROUNDS = 300  # of live-ppo and live-grpo
+WARM_UP_ROUNDS = 4  # first rounds of these, which are left out
+MAX_DRIFT = 1.0  # MiB by which the live tensors of these may vary
+SHOWN_SNAPSHOTS = 20  # about so many of all snapshots are saved with the results
 
 
-def sft(folder: Path, total: int) -> list[Look]:
+def sft(folder: Path, total: int) -> list[Snapshot]:
+    """Runs sft for `total` steps, and returns snapshots of it."""
     rows = [row.values for row in read_jsonl(folder / "rows.jsonl")]
     write_jsonl(folder / "short.jsonl", rows[:40])
     flags = ["--data", str(folder / "short.jsonl"), "--max-steps", str(total), "--save-every", "50"]
     flags += ["--batch-size", "1", "--validation-rows", "0", "--learning-rate", "1e-6", "--max-document-tokens", "16"]
     command = [sys.executable, "-m", "r3lite.sft", *TINY, *flags, "--output", str(folder / "sft")]
-    looks, status = watched(command, folder / "sft", total)
+    snapshots, status = watch_command(command, folder / "sft")
     assert status == 0, (folder / "sft.log").read_text()[-2000:]
-    return looks
+    return snapshots
 
 
-def grpo(folder: Path, total: int) -> list[Look]:
+def grpo(folder: Path, total: int) -> list[Snapshot]:
+    """Runs GRPO for `total` rounds, and returns snapshots of it."""
     data = ["--data", str(WORLD / "train.jsonl"), "--limit", "20", "--index", str(folder / "index")]
     sizes = "--batch-size 1 --num-generations 3 --mini-batch-size 3 --update-epochs 1 --max-new-tokens 16 --max-hops 1"
     sizes += f" --learning-rate 1e-8 --max-steps {total} --save-every 25 --algorithm grpo --kl-beta 0.01"
     command = [sys.executable, "-m", "r3lite.ppo", *TINY, *data, *sizes.split(), "--output", str(folder / "grpo")]
-    looks, status = watched([*command, "--adapter", str(folder / "start")], folder / "grpo", total)
+    command += ["--adapter", str(folder / "start")]
+    snapshots, status = watch_command(command, folder / "grpo")
     assert status == 0, (folder / "grpo.log").read_text()[-2000:]
-    return looks
+    return snapshots
 
 
 def live(algorithm: str, folder: Path, total: int) -> dict:
-    """Bytes of live tensors at the end of each round, from the smallest to the largest after the first ones."""
+    """Runs RL for `total` rounds in this process; returns the range of the memory of live tensors after a round."""
     sizes = "--batch-size 2 --num-generations 3 --mini-batch-size 6 --update-epochs 1 --max-new-tokens 64 --max-hops 2"
     sizes += f" --max-steps {total} --save-every 25 --algorithm {algorithm} --kl-beta 0.05"
     data = ["--data", str(WORLD / "train.jsonl"), "--limit", "20", "--index", str(folder / "index")]
-    output, counter, found, step = folder / f"live {algorithm}", LiveTensors(), [], RLTrainer.step
+    output = folder / f"live {algorithm}"
+    counter = LiveTensors()
+    live_mib = []  # after each round
+    real_step = RLTrainer.step
 
-    def counted(self: RLTrainer, number: int) -> tuple[dict, int]:
-        made = step(self, number)
-        found.append(counter.live / MIB)
-        return made
+    def counted_step(self: RLTrainer, number: int) -> tuple[dict, int]:
+        result = real_step(self, number)
+        live_mib.append(counter.live / MIB)
+        return result
 
-    with counter, mock.patch.object(RLTrainer, "step", counted):
+    with counter, mock.patch.object(RLTrainer, "step", counted_step):
         flags = [*TINY, *data, *sizes.split(), "--adapter", str(folder / "start"), "--output", str(output)]
         assert ppo.main(flags) == 0
-    ends = [0, *(record["num_tokens"] for record in metrics.read(output / run_files.METRICS))]
-    tokens = [after - before for before, after in itertools.pairwise(ends)]
-    drift = max(found[WARM:]) - min(found[WARM:])
+    total_tokens = [0, *(record["num_tokens"] for record in metrics.read(output / run_files.METRICS))]
+    round_tokens = [end - start for start, end in itertools.pairwise(total_tokens)]
+    smallest = min(live_mib[WARM_UP_ROUNDS:])
+    largest = max(live_mib[WARM_UP_ROUNDS:])
+    drift = largest - smallest
     return {
-        "done": len(found), "total": total, "live_mib": [round(f(found[WARM:]), 3) for f in (min, max)],
-        "drift_mib": round(drift, 3), "peak_mib": round(counter.peak_mib, 3),
-        "tokens_of_a_round": [min(tokens), max(tokens)],
-        "held": drift <= MOST_DRIFT, "why": ["live tensors drift"] * (drift > MOST_DRIFT),
-        "every": [round(size, 3) for size in found[:: max(1, total // 20)]],
-    }  # fmt: skip
+        "done": len(live_mib),
+        "total": total,
+        "live_mib": [round(smallest, 3), round(largest, 3)],
+        "drift_mib": round(drift, 3),
+        "peak_mib": round(counter.peak_mib, 3),
+        "tokens_of_a_round": [min(round_tokens), max(round_tokens)],
+        "held": drift <= MAX_DRIFT,
+        "why": ["live tensors drift"] if drift > MAX_DRIFT else [],
+        "every": [round(size, 3) for size in live_mib[:: max(1, total // SHOWN_SNAPSHOTS)]],
+    }
 
 
-def serve(folder: Path, total: int) -> list[Look]:
-    """Eight people at once, each over one connection: chats in conversations, searches, streams, bad requests.
+def serve(folder: Path, total: int) -> list[Snapshot]:
+    """Sends `total` requests to a server, and returns snapshots of it.
 
-    In the warm-up there are sixteen, of whom eight only go on with their own conversation: the KV cache keeps room for
-    the most answers at once and for the longest conversation, which would come about late by chance.
+    CLIENTS clients send chats with and without a conversation, searches, streams and bad requests, each client over one
+    connection. During the warm-up there are as many additional clients, each with one long conversation. The KV cache
+    keeps the size for the largest number of concurrent answers and the longest conversation so far. So both must come
+    about in the warm-up, and not late by chance.
     """
-    place = folder / "serve"
-    place.mkdir()
+    output = folder / "serve"
+    output.mkdir()
     limits = "--requests-per-minute 100000000 --max-requests-per-client 1000 --max-new-tokens 6 --max-hops 1"
     flags = [*TINY, *limits.split(), "--index", str(folder / "index"), "--adapters", f"base,start={folder / 'start'}"]
     flags += ["--chat-adapter", "base", "--conversations", "50", "--port", "0"]
     command = [sys.executable, "-m", "r3lite.serve", *flags]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    lines = [process.stdout.readline() for _ in range(2)]
+    lines = [process.stdout.readline() for _ in range(2)]  # the second line begins with the address
     port = int(lines[1].split()[0].rpartition(":")[2])
     questions = [row.text("question") for row in read_jsonl(WORLD / "test.jsonl")]
-    count, lock, looks, failed = [0], threading.Lock(), [], []
+    sent = 0  # requests of all clients
+    lock = threading.Lock()  # of `sent`
+    snapshots = []
+    failed_statuses = []
 
-    def person(number: int, until: int) -> None:
+    def client(number: int, last_request: int) -> None:
+        """Sends requests until all clients together have sent `last_request`."""
+        nonlocal sent
         rng = random.Random(number)
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
         while True:
             with lock:
-                if count[0] >= until:
+                if sent >= last_request:
                     return connection.close()
-                count[0] += 1
-            kind, body = rng.random(), {"query": rng.choice(questions), "mode": "chat"}
-            path, wanted = "/generate", 200
+                sent += 1
+            kind = rng.random()
+            body = {"query": rng.choice(questions), "mode": "chat"}
+            path = "/generate"
+            expected_status = 200
             if kind < 0.5:
-                body["conversation"] = f"c{rng.randrange(200)}" if number < PEOPLE else f"own{number}"
+                body["conversation"] = f"c{rng.randrange(200)}" if number < CLIENTS else f"own{number}"
             elif kind < 0.6:
                 body["mode"] = "search"
             elif kind < 0.7:
@@ -135,48 +163,56 @@ def serve(folder: Path, total: int) -> list[Look]:
                 path = "/v1/chat/completions"
                 body = {"model": "chat", "messages": [{"role": "user", "content": body["query"]}]}
             elif kind < 0.85:
-                body, wanted = {"query": "", "mode": "?"}, None
+                body = {"query": "", "mode": "?"}
+                expected_status = None  # any status below 500
             connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
             reply = connection.getresponse()
             reply.read()
-            if (wanted and reply.status != wanted) or reply.status >= 500:
-                failed.append(reply.status)
+            if (expected_status and reply.status != expected_status) or reply.status >= 500:
+                failed_statuses.append(reply.status)
 
-    leaving = {i: total // 10 for i in range(PEOPLE, 2 * PEOPLE)}
-    people = [threading.Thread(target=person, args=(i, leaving.get(i, total)), daemon=True) for i in range(2 * PEOPLE)]
-    for thread in people:
+    threads = []
+    for number in range(2 * CLIENTS):
+        last_request = total if number < CLIENTS else total // 10
+        threads.append(threading.Thread(target=client, args=(number, last_request), daemon=True))
+    for thread in threads:
         thread.start()
-    while any(thread.is_alive() for thread in people):
-        if found := look(process.pid, place, lambda: (count[0], float(count[0]))):
-            looks.append(found)
-        time.sleep(EVERY)
+    while any(thread.is_alive() for thread in threads):
+        snapshot = take_snapshot(process.pid, output, lambda: (sent, float(sent)))
+        if snapshot:
+            snapshots.append(snapshot)
+        time.sleep(SNAPSHOT_INTERVAL)
     process.terminate()
     process.wait(60)
-    assert not failed, f"{len(failed)} requests failed, such as {failed[0]}"
-    return looks
+    assert not failed_statuses, f"{len(failed_statuses)} requests failed, such as {failed_statuses[0]}"
+    return snapshots
 
 
-def seen(run: Callable[[Path, int], list[Look]], folder: Path, total: int) -> dict:
-    """The verdict on a kind of work, with some of the looks."""
-    looks = run(folder, total)
-    return verdict(looks, total) | {"every": [asdict(x) for x in looks[:: max(1, len(looks) // 20)]]}
-
-
-KINDS = {name: (partial(seen, run), total) for name, run, total in
-         (("sft", sft, STEPS), ("grpo", grpo, ROUNDS), ("serve", serve, REQUESTS))}  # fmt: skip
-KINDS |= {f"live-{name}": (partial(live, name), COUNTED) for name in ("ppo", "grpo")}
+def judge(run: Callable[[Path, int], list[Snapshot]], folder: Path, total: int) -> dict:
+    """Runs a kind of work; returns the verdict and a selection of the snapshots."""
+    snapshots = run(folder, total)
+    interval = max(1, len(snapshots) // SHOWN_SNAPSHOTS)
+    return verdict(snapshots, total) | {"every": [asdict(snapshot) for snapshot in snapshots[::interval]]}
 
 
 def workers(folder: Path, total: int) -> dict:
-    """Rounds that two workers sample, one of which is killed at times; see worker_soak.py."""
+    """Runs rounds that two workers sample, one of which is killed at times; see worker_soak.py."""
     return worker_soak.run(folder, total)
 
 
-KINDS["workers"] = (workers, REMOTE_ROUNDS)
+# By kind: the function that runs it in a folder and returns its results, and its number of steps, rounds or requests.
+KINDS: dict[str, tuple[Callable[[Path, int], dict], int]] = {
+    "sft": (partial(judge, sft), STEPS),
+    "grpo": (partial(judge, grpo), ROUNDS),
+    "serve": (partial(judge, serve), REQUESTS),
+    "live-ppo": (partial(live, "ppo"), LIVE_ROUNDS),
+    "live-grpo": (partial(live, "grpo"), LIVE_ROUNDS),
+    "workers": (workers, REMOTE_ROUNDS),
+}
 
 
 def prepare(folder: Path) -> None:
-    """An index, trajectories, and an adapter that has learned little."""
+    """Makes the files that the runs need: an index, trajectories, and an adapter after 4 steps."""
     search = ["--index", str(folder / "index")]
     data = ["--data", str(WORLD / "train.jsonl"), "--limit", "60"]
     rows = ["--data", str(folder / "rows.jsonl"), "--max-steps", "4", "--validation-rows", "0"]
@@ -186,8 +222,8 @@ def prepare(folder: Path) -> None:
         ["sft", *TINY, *rows, "--output", str(folder / "start")],
     ):
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
-        words = [sys.executable, "-m", f"r3lite.{command[0]}", *command[1:]]
-        subprocess.run(words, check=True, cwd=ROOT, env=environment, capture_output=True)
+        python_command = [sys.executable, "-m", f"r3lite.{command[0]}", *command[1:]]
+        subprocess.run(python_command, check=True, cwd=ROOT, env=environment, capture_output=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -195,22 +231,28 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--scale", type=float, default=1.0, help="share of the steps, rounds and requests")
     parser.add_argument("--results", type=Path, default=options.RESULTS)
-    given = parser.parse_args(argv)
-    held = True
+    flags = parser.parse_args(argv)
+    all_held = True
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         prepare(folder)
-        for name in given.only:
+        for name in flags.only:
             run, total = KINDS[name]
-            total = int(total * given.scale)
-            date, start = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), time.monotonic()
-            found = run(folder, total)
-            held &= found["held"]
-            made = {"date": date, "section": name, "commit": records.commit(ROOT), "processor": machine.processor()}
-            made |= {"wall_seconds": round(time.monotonic() - start)} | found
-            records.add(given.results / "soak.json", made)
-            print(json.dumps({k: v for k, v in made.items() if k != "every"}, indent=1), flush=True)
-    return int(not held)
+            date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            start = time.monotonic()
+            result = run(folder, int(total * flags.scale))
+            all_held &= result["held"]
+            entry = {
+                "date": date,
+                "section": name,
+                "commit": records.commit(ROOT),
+                "processor": machine.processor(),
+                "wall_seconds": round(time.monotonic() - start),
+                **result,
+            }
+            records.add(flags.results / "soak.json", entry)
+            print(json.dumps({key: value for key, value in entry.items() if key != "every"}, indent=1), flush=True)
+    return int(not all_held)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A process watched from outside while it works: memory, descriptors, threads, files, speed; and whether they held."""
+"""Watches a process from outside: memory, descriptors, threads, files and speed; checks that they stay the same."""
 
 import json
 import os
@@ -16,28 +16,28 @@ from r3lite.devices.live_tensors import MIB
 
 ROOT = Path(__file__).parent.parent.parent
 WORLD = shipped("data", "world")
-EVERY = 0.5  # seconds between two looks
-MOST_GROWTH = 1.02
-LEAST_SPEED = 0.97
+SNAPSHOT_INTERVAL = 0.5  # seconds
+MAX_GROWTH = 1.02  # largest ratio of late to early memory that is no growth
+MIN_SPEED_RATIO = 0.97  # smallest ratio of late to early speed that is no slowdown
 TINY = ["--preset", "tiny", "--dtype", "fp32"]
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a process was at one moment; `done` are the steps or requests so far, `work` its tokens or requests."""
+class Snapshot:
+    """The state of a process at one moment."""
 
-    done: int
-    work: float
-    seconds: float  # computed
+    done: int  # steps or requests so far
+    work: float  # tokens or requests so far
+    seconds: float  # CPU time so far
     rss_mib: float
     descriptors: int
     threads: int
-    files: int
-    yardstick: float  # seconds that the same work takes this process: more on a busy machine
+    files: int  # in the folder of the process
+    yardstick: float  # CPU seconds of a fixed amount of work in the watching process: more on a busy machine
 
 
 def yardstick() -> float:
-    """Seconds computed for work that is always the same, in Python and in memory."""
+    """Returns the CPU seconds that this process takes for a fixed amount of work in Python and in memory."""
     start = time.process_time()
     for _ in range(4):
         sum(i * i for i in range(20_000))
@@ -45,66 +45,114 @@ def yardstick() -> float:
     return time.process_time() - start
 
 
-def look(pid: int, folder: Path, done: Callable[[], tuple[int, float]]) -> Look | None:
-    """None once the process has ended."""
+def take_snapshot(pid: int, folder: Path, read_progress: Callable[[], tuple[int, float]]) -> Snapshot | None:
+    """Returns the state of a process; None if it has ended. `read_progress` returns its steps and its work so far."""
     try:
-        resident = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / MIB
-        open_now, threads = len(os.listdir(f"/proc/{pid}/fd")), len(os.listdir(f"/proc/{pid}/task"))
-        count, work = done()
+        resident_pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        rss_mib = resident_pages * os.sysconf("SC_PAGE_SIZE") / MIB
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+        done, work = read_progress()
         files = sum(path.is_file() for path in folder.rglob("*"))
-        return Look(count, work, computed(pid), resident, open_now, threads, files, yardstick())
+        return Snapshot(
+            done=done,
+            work=work,
+            seconds=computed(pid),
+            rss_mib=rss_mib,
+            descriptors=descriptors,
+            threads=threads,
+            files=files,
+            yardstick=yardstick(),
+        )
     except (OSError, IndexError):
         return None
 
 
-def logged(folder: Path) -> Callable[[], tuple[int, float]]:
-    """Steps and tokens of a run, from what its log has got since the last call."""
-    seen = [0, 0.0, 0]
+def progress_reader(folder: Path) -> Callable[[], tuple[int, float]]:
+    """Returns a function that returns the steps and tokens of a training run so far, read from its metrics.
 
-    def done() -> tuple[int, float]:
+    Each call reads only the lines that were written since the last one.
+    """
+    step = 0
+    tokens = 0.0
+    position = 0  # bytes of the file that have been read
+
+    def read_progress() -> tuple[int, float]:
+        nonlocal step, tokens, position
         path = folder / run_files.METRICS
         if path.exists():
             with open(path, "rb") as file:
-                file.seek(seen[2])
+                file.seek(position)
                 for line in file.read().splitlines(keepends=True):
-                    if line.endswith(b"\n"):
+                    if line.endswith(b"\n"):  # else the process is still writing it
                         record = json.loads(line)
-                        seen[:] = record["step"], record["num_tokens"], seen[2] + len(line)
-        return seen[0], seen[1]
+                        step = record["step"]
+                        tokens = record["num_tokens"]
+                        position += len(line)
+        return step, tokens
 
-    return done
+    return read_progress
 
 
-def verdict(looks: list[Look], total: int) -> dict:
-    """The second and the last tenth side by side, and what does not hold."""
-    under_way = [x for x in looks if x.done < total]  # not while it writes its results and ends
-    tenths = [[x for x in under_way if total * i / 10 <= x.done <= total * (i + 1) / 10] for i in range(10)]
-    early, late = tenths[1], tenths[9]
+def verdict(snapshots: list[Snapshot], total: int) -> dict:
+    """Compares the second tenth of a run of `total` steps with its last tenth.
+
+    Returns the medians of both, whether the run held (nothing grew, and it did not become slower), and why not.
+    """
+    under_way = [
+        snapshot for snapshot in snapshots if snapshot.done < total
+    ]  # not while it writes its results and ends
+    early = [snapshot for snapshot in under_way if total * 1 / 10 <= snapshot.done <= total * 2 / 10]
+    late = [snapshot for snapshot in under_way if total * 9 / 10 <= snapshot.done <= total * 10 / 10]
     if len(early) < 2 or len(late) < 2:
-        return {"done": looks[-1].done if looks else 0, "total": total, "held": False, "why": ["it did not get far"]}
-    found: dict = {"done": looks[-1].done, "total": total, "looks": len(looks)}
+        done = snapshots[-1].done if snapshots else 0
+        return {"done": done, "total": total, "held": False, "why": ["it did not get far"]}
+    result: dict = {"done": snapshots[-1].done, "total": total, "looks": len(snapshots)}
     for name in ("rss_mib", "descriptors", "threads", "files"):
-        found[name] = [statistics.median(getattr(x, name) for x in some) for some in (early, late)]
-    rates = [(some[-1].work - some[0].work) / (some[-1].seconds - some[0].seconds) for some in (early, late)]
-    found["per_second_computed"] = [round(rate, 1) for rate in rates]
-    pace = [statistics.median(x.yardstick for x in some) for some in (early, late)]
-    found["yardstick_ms"] = [round(1000 * seconds, 2) for seconds in pace]
-    rates = [rate * seconds for rate, seconds in zip(rates, pace, strict=True)]
-    found["speed_ratio"] = round(rates[1] / rates[0], 3)
-    why = ["rss_mib grew"] * (found["rss_mib"][1] > MOST_GROWTH * found["rss_mib"][0])
-    why += [f"{n} grew" for n in ("descriptors", "threads", "files") if found[n][1] > found[n][0]]
-    why += ["it became slower"] if found["speed_ratio"] < LEAST_SPEED else []
-    return found | {"held": not why, "why": why}
+        result[name] = [_median(early, name), _median(late, name)]
+    early_rate = _work_per_second(early)
+    late_rate = _work_per_second(late)
+    result["per_second_computed"] = [round(early_rate, 1), round(late_rate, 1)]
+    early_pace = _median(early, "yardstick")
+    late_pace = _median(late, "yardstick")
+    result["yardstick_ms"] = [round(1000 * early_pace, 2), round(1000 * late_pace, 2)]
+    # Work per yardstick instead of per second, so that a machine that became busy does not look like a slower process.
+    result["speed_ratio"] = round(late_rate * late_pace / (early_rate * early_pace), 3)
+    why = []
+    if result["rss_mib"][1] > MAX_GROWTH * result["rss_mib"][0]:
+        why.append("rss_mib grew")
+    for name in ("descriptors", "threads", "files"):
+        if result[name][1] > result[name][0]:
+            why.append(f"{name} grew")
+    if result["speed_ratio"] < MIN_SPEED_RATIO:
+        why.append("it became slower")
+    return result | {"held": not why, "why": why}
 
 
-def watched(command: list[str], folder: Path, total: int) -> tuple[list[Look], int]:
-    """Looks at a command until it ends, and its exit status."""
-    looks, done = [], logged(folder)
+def _median(snapshots: list[Snapshot], name: str) -> float:
+    return statistics.median(getattr(snapshot, name) for snapshot in snapshots)
+
+
+def _work_per_second(snapshots: list[Snapshot]) -> float:
+    """Returns the work per second of CPU time."""
+    first = snapshots[0]
+    last = snapshots[-1]
+    return (last.work - first.work) / (last.seconds - first.seconds)
+
+
+def watch_command(command: list[str], folder: Path) -> tuple[list[Snapshot], int]:
+    """Runs a training command to its end; returns snapshots of it, and its exit status.
+
+    `folder` is its output folder; its own output goes to a file beside that with the suffix .log.
+    """
+    snapshots = []
+    read_progress = progress_reader(folder)
     with open(folder.with_suffix(".log"), "w") as log:
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
         while process.poll() is None:
-            if found := look(process.pid, folder, done):
-                looks.append(found)
-            time.sleep(EVERY)
-    return looks, process.returncode
+            snapshot = take_snapshot(process.pid, folder, read_progress)
+            if snapshot:
+                snapshots.append(snapshot)
+            time.sleep(SNAPSHOT_INTERVAL)
+    return snapshots, process.returncode

@@ -191,6 +191,20 @@ def test_how_far_a_training_is(tmp_path):
     assert progress["last"] == {"step": 5, "reward": 1.0, "step_time": 2.0, "kl": 0.625}
 
 
+def test_a_round_that_was_rolled_back_has_no_step_time(tmp_path):
+    """The log has a round that ended with NotFinite without metrics: the state stopped with KeyError: 'step_time'."""
+    rolled_back = {"step": 1, "guard/rollbacks": 1, "guard/alarm": "not_finite"}
+    lines = [f'{{"step": {step}, "id": "a"}}\n' for step in (1, 2) for _ in range(4)]
+    (tmp_path / "episodes.jsonl").write_text("".join(lines))
+    write_jsonl(tmp_path / "metrics.jsonl", [{"step": 0, "eval/f1": 0.5}, rolled_back])
+    progress = card_state.training_of(tmp_path)
+    assert (progress["rounds"], progress["samples"], progress["samples_per_hour"]) == (1, 4, 0)
+    write_jsonl(tmp_path / "metrics.jsonl", [rolled_back, {"step": 2, "reward": 0.5, "step_time": 2.0}])
+    progress = card_state.training_of(tmp_path)
+    assert (progress["rounds"], progress["samples"], progress["samples_per_hour"]) == (2, 8, 14400)
+    assert progress["reward_thirds"] == [0.5, 0.5]
+
+
 def test_the_last_lines_of_a_log(tmp_path):
     log = tmp_path / "a.log"
     log.write_text("".join(f"line {i}\n\n" for i in range(30)) + f"no {tmp_path}/answer-0/x\n", encoding="utf-8")

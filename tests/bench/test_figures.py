@@ -8,7 +8,7 @@ import torch
 from bench import limits, profile
 from bench.contest import FLOOR, OURS, PEAK, Contest
 from bench.limits import training_flops
-from bench.parts import FROZEN, HEAD, REST
+from bench.parts import FROZEN, HEAD, OVERHEAD
 from bench.scaling import Growth, exponent
 from r3lite.devices.precision import Precision
 from tests.bench import claims
@@ -83,12 +83,12 @@ def test_the_peak_makes_whole_products_and_counts_the_operations_that_were_asked
 
 
 def test_a_profile_in_words_and_in_a_table():
-    found = {FROZEN: 1.5, HEAD: 0.06, REST: 0.44}
+    found = {FROZEN: 1.5, HEAD: 0.06, OVERHEAD: 0.44}
     said = profile.summary("A step", found, {"rollout": 1.5, "update": 0.5})
     assert said.startswith("A step takes 2.00 s: 75 % multiplies by the model's frozen weights") and "; 22 % " in said
     assert "probabilities" not in said and said.endswith("By stage: 75 % rollout, 25 % update.")
     # operators 1.56 s of 2.4 s: Python has at most 35 %
-    bounds = profile.reliability(found, profiled=2.4)
+    bounds = profile.reliability(found, profiled_seconds=2.4)
     assert bounds == "Under the profiler it took 2.40 s: Python and overhead is between 22 % and 35 %."
     assert profile.rows(found)[1] == {"part": HEAD, "percent": 3.0, "milliseconds": 60.0}
 

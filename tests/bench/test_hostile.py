@@ -10,7 +10,7 @@ pytest.importorskip("gguf", reason="needs the extra gguf")
 pytest.importorskip("resource", reason="memory is read as on Linux")
 
 from bench.stress import generated, hostile_files, hostile_requests
-from bench.stress.generated import Example, Outcome, examples, refusal, watched
+from bench.stress.generated import Example, Outcome, examples, judge_within_limits, refusal
 from bench.stress.hostile_messages import ToTrainer, flaws_of, sound_sequence
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import parse
@@ -26,7 +26,7 @@ def to_trainer(tmp_path_factory):
 def test_messages_to_a_trainer_are_the_same_each_time_and_hold(to_trainer):
     drawn = examples(to_trainer.strategy, 20)
     assert drawn == examples(to_trainer.strategy, 20) and len({example.name for example in drawn}) == 20
-    outcomes = [watched(to_trainer.judge, example) for example in drawn]
+    outcomes = [judge_within_limits(to_trainer.judge, example) for example in drawn]
     assert [outcome.problem for outcome in outcomes] == [""] * 20
     assert {outcome.way for outcome in outcomes} == {generated.REFUSED, generated.ANSWERED}
 
@@ -91,7 +91,7 @@ def test_exceptions_and_errors_that_do_not_name_their_file_are_noticed():
     def fail(example):
         raise KeyError("of ours")
 
-    assert "KeyError" in watched(fail, Example("x", None)).problem
+    assert "KeyError" in judge_within_limits(fail, Example("x", None)).problem
     assert "does not name a.gguf" in refusal("it is damaged", "a.gguf").problem
     assert refusal("a.gguf is damaged", "a.gguf").problem == ""
     assert "characters" in refusal("a.gguf" + " " * 3000, "a.gguf").problem

@@ -182,7 +182,7 @@ def test_prefill_reads_the_weights_once(decoded):
         assert sum(found.layer.computed[name] for name in PRODUCTS) == 64 * 2 * (WEIGHTS + extra), by
 
 
-# What is to be held, see REACHES of bench/kernels_page.py
+# What is to be held, see GOALS of bench/kernels_page.py
 
 
 def test_decoding_launches_no_more_than_was_reached(decoded):

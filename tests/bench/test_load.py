@@ -6,16 +6,16 @@ from bench.stress import load
 
 
 def test_requests_that_a_restart_delayed_are_counted_apart():
-    found = load.Load(sent=202, answered=202, again=3)
-    found.seconds = [(i * 0.4, 0.1) for i in range(100)] + [(60 + i * 0.4, 0.2) for i in range(100)]
-    found.seconds += [(39.95, 12.0), (45.0, 10.0)]  # under way as the server ended; sent while it was away
-    found.memory = [(t, 100.0 + t / 10) for t in range(0, 100, 5)]
-    told = load.report(found, began=0.0, stopped=40.0, back=55.0, end=100.0)
-    assert (told["delayed_by_restart"], told["longest_delay_seconds"], told["away_seconds"]) == (2, 12.0, 15.0)
-    assert told["requests_per_second"] == round(200 / 85, 1)
-    assert 100 <= told["p50_ms"] <= 200 and told["p99_ms"] == 200
+    requests = load.Load(sent=202, answered=202, resent=3)
+    requests.latencies = [(i * 0.4, 0.1) for i in range(100)] + [(60 + i * 0.4, 0.2) for i in range(100)]
+    requests.latencies += [(39.95, 12.0), (45.0, 10.0)]  # under way as the server ended; sent while it was away
+    requests.memory = [(t, 100.0 + t / 10) for t in range(0, 100, 5)]
+    figures = load.report(requests, start=0.0, stopped=40.0, restarted=55.0, end=100.0)
+    assert (figures["delayed_by_restart"], figures["longest_delay_seconds"], figures["away_seconds"]) == (2, 12.0, 15.0)
+    assert figures["requests_per_second"] == round(200 / 85, 1)
+    assert 100 <= figures["p50_ms"] <= 200 and figures["p99_ms"] == 200
     # After the first fifth of each time: from 101.0 at second 10 to 104.0, and from 106.5 at 65 to 109.5.
-    assert told["memory_growth"] == pytest.approx([104.0 / 101.0 - 1, 109.5 / 106.5 - 1], abs=1e-4)
+    assert figures["memory_growth"] == pytest.approx([104.0 / 101.0 - 1, 109.5 / 106.5 - 1], abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def way(tmp_path, monkeypatch):
     """Runs the bench with the stub; what it returns are the exit status and the stages that ran, by their outputs."""
     (tmp_path / "stub.py").write_text(STUB)
     stub = [sys.executable, str(tmp_path / "stub.py")]
-    monkeypatch.setattr(recipe.Stage, "words", lambda stage: [*stub, stage.command, *stage.arguments])
-    monkeypatch.setattr(recipe, "POLL", 0.01)
+    monkeypatch.setattr(recipe.Stage, "command_line", lambda stage: [*stub, stage.command, *stage.arguments])
+    monkeypatch.setattr(recipe, "POLL_SECONDS", 0.01)
     handler = signal.getsignal(signal.SIGTERM)
     for name, rows in (("train", TRAIN), ("dev", ("Dan", "Bo"))):
         questions = [{"id": row, "question": f"Who is {row}?", "answer": row} for row in rows]

@@ -14,8 +14,8 @@ def test_memory_of_building_is_predicted_within_a_quarter_and_recall_is_that_of_
     vectors = np.fromfile(tmp_path / "flat", dtype=np.float32).reshape(count, d)
     truth = np.argsort(-(queries[:20] @ vectors.T), axis=1)[:, :10]
     assert np.array_equal(np.sort(truth), np.sort(np.load(tmp_path / "nearest.npy")[:20]))
-    built = retrieval.apart(retrieval.build, tmp_path, kind, count, d)
+    built = retrieval.in_new_process(retrieval.build, tmp_path, kind, d)
     predicted = retrieval.estimate(kind, count, d).build / retrieval.MIB
     assert built["build_peak_mib"] == pytest.approx(predicted, rel=0.25)
-    found = retrieval.apart(retrieval.search, tmp_path, kind, count, d)
+    found = retrieval.in_new_process(retrieval.search, tmp_path, kind)
     assert found["recall_at_10"] >= {"flat": 0.999, "ivf-sq8": 0.9}[kind] and found["queries_per_s"] > 0

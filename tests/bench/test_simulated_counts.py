@@ -202,5 +202,5 @@ def test_a_wait_tells_where_in_r3lite_it_happens(card):
     before = card.so_far()
     sampling_metrics([torch.zeros(2, 3, device="cuda")], 0.2, 0.2)
     found = (card.so_far() - before).waits
-    assert found and {w.where[0].partition(" ")[2] for w in found} == {"sampling_metrics"}
+    assert found and {w.functions[0].partition(" ")[2] for w in found} == {"sampling_metrics"}
     assert all(", rl/losses.py:" in str(w) for w in found), [str(w) for w in found]

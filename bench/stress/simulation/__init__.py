@@ -1,1 +1,1 @@
-"""Parts of the simulated device: bench/stress/simulated_cuda.py."""
+"""The parts of the simulated device of bench/stress/simulated_cuda.py."""

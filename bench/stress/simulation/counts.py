@@ -1,4 +1,4 @@
-"""What a simulated device did: kernels, bytes, copies, and waits of the host with where in r3lite they happened."""
+"""Counts of what a simulated device did: kernels, bytes, copies, and waits of the host with the code that waited."""
 
 import sys
 from collections import Counter
@@ -11,38 +11,46 @@ PACKAGE = Path(__file__).parents[3] / "r3lite"
 
 @dataclass(frozen=True)
 class Wait:
-    """Why the host waited for the device, and the functions of r3lite that ran then, the innermost first."""
+    """A reason why the host waited for the device, and the functions of r3lite that were running, innermost first."""
 
     why: str
-    where: tuple[str, ...]
+    functions: tuple[str, ...]  # as `running_functions` returns them
 
     def __str__(self) -> str:
-        return f"{self.why}, {self.where[0] if self.where else 'outside r3lite'}"
+        return f"{self.why}, {self.functions[0] if self.functions else 'outside r3lite'}"
 
 
 @dataclass
 class Counts:
-    """What a device did. The difference of two is what it did in between, or what one did more than another."""
+    """Totals of what a device did.
+
+    Subtract earlier counts from later ones for what the device did in between. Subtract the counts of one run from
+    those of another for how much more the other did.
+    """
 
     kernels: int = 0
-    launches: int = 0  # by the host: of a kernel, or of a graph with all its kernels
-    read: int = 0  # bytes, by kernels
-    written: int = 0
-    operations: int = 0  # of floating-point numbers, in products and attention
+    launches: int = 0  # by the host: a graph with all its kernels is one launch
+    read: int = 0  # bytes that kernels read
+    written: int = 0  # bytes that kernels wrote
+    operations: int = 0  # floating-point operations of matrix products and attention
     uploads: int = 0  # copies from the host to the device
     upload_bytes: int = 0
-    downloads: int = 0
+    downloads: int = 0  # copies from the device to the host
     download_bytes: int = 0
-    operators: Counter[str] = field(default_factory=Counter)  # the kernels, by name
-    moved: Counter[str] = field(default_factory=Counter)  # bytes read and written, by the kernel's name
-    computed: Counter[str] = field(default_factory=Counter)  # operations, likewise
-    waits: Counter[Wait] = field(default_factory=Counter)  # of the host for the device
+    operators: Counter[str] = field(default_factory=Counter)  # by operator: its kernels
+    moved: Counter[str] = field(default_factory=Counter)  # by operator: bytes that its kernels read and wrote
+    computed: Counter[str] = field(default_factory=Counter)  # by operator: floating-point operations
+    waits: Counter[Wait] = field(default_factory=Counter)  # how often the host waited for the device
 
-    def __sub__(self, before: "Counts") -> "Counts":
-        return Counts(*(_less(getattr(self, f.name), getattr(before, f.name)) for f in fields(self)))
+    def __sub__(self, subtrahend: "Counts") -> "Counts":
+        names = [each_field.name for each_field in fields(self)]
+        return Counts(**{name: _difference(getattr(self, name), getattr(subtrahend, name)) for name in names})
 
     def kernel(self, name: str, read: int, written: int, operations: int) -> None:
-        """Counts a kernel, whoever launched it."""
+        """Counts a kernel of the operator `name`, but no launch: within a graph, kernels are not launched one by one.
+
+        `read` and `written` are bytes, `operations` floating-point operations.
+        """
         self.kernels += 1
         self.read += read
         self.written += written
@@ -52,33 +60,43 @@ class Counts:
         self.computed[name] += operations
 
     def wait(self, why: str) -> None:
-        self.waits[Wait(why, places())] += 1
+        """Counts a wait of the host, with its reason and the functions of r3lite that are running."""
+        self.waits[Wait(why, running_functions())] += 1
 
     def report(self) -> dict:
-        """As JSON."""
-        found = {f.name: getattr(self, f.name) for f in fields(self)}
-        waits: Counter[str] = Counter()
-        for wait, times in self.waits.items():
-            waits[str(wait)] += times
+        """Returns the counts in a form that JSON can hold; per operator and per wait the largest counts come first."""
+        report = {each_field.name: getattr(self, each_field.name) for each_field in fields(self)}
         for name in ("operators", "moved", "computed"):
-            found[name] = {kernel: number for kernel, number in getattr(self, name).most_common() if number}
-        return found | {"waits": dict(waits.most_common())}
+            report[name] = {operator: count for operator, count in getattr(self, name).most_common() if count}
+        waits: Counter[str] = Counter()
+        for wait, count in self.waits.items():
+            waits[str(wait)] += count
+        report["waits"] = dict(waits.most_common())
+        return report
 
 
-def _less(more: Any, fewer: Any) -> Any:
-    """The difference of numbers, or of counters, whose figures may be below zero."""
-    if not isinstance(more, Counter):
-        return more - fewer
-    names = dict.fromkeys((*more, *fewer))
-    return Counter({name: more[name] - fewer[name] for name in names if more[name] != fewer[name]})
+def _difference(minuend: Any, subtrahend: Any) -> Any:
+    """Returns the difference of two numbers or of two counters.
+
+    The difference of counters has no entries that are zero, but it keeps negative ones, unlike `-` of Counter.
+    """
+    if not isinstance(minuend, Counter):
+        return minuend - subtrahend
+    keys = dict.fromkeys((*minuend, *subtrahend))
+    return Counter({key: minuend[key] - subtrahend[key] for key in keys if minuend[key] != subtrahend[key]})
 
 
-def places() -> tuple[str, ...]:
-    """The functions of r3lite that are running, the innermost first, such as `models/lora.py:93 LoraLinear.forward`."""
-    frame, found = sys._getframe(1), []
+def running_functions() -> tuple[str, ...]:
+    """Returns the functions of r3lite on the call stack, innermost first.
+
+    Each has its file, line and name, such as `models/lora.py:93 LoraLinear.forward`.
+    """
+    functions = []
+    frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if PACKAGE in (path := Path(code.co_filename)).parents:
-            found.append(f"{path.relative_to(PACKAGE).as_posix()}:{frame.f_lineno} {code.co_qualname}")
+        path = Path(code.co_filename)
+        if PACKAGE in path.parents:
+            functions.append(f"{path.relative_to(PACKAGE).as_posix()}:{frame.f_lineno} {code.co_qualname}")
         frame = frame.f_back
-    return tuple(found)
+    return tuple(functions)

@@ -1,4 +1,4 @@
-"""What an operator of PyTorch asks of a device: whether it is a kernel, which bytes it moves, why the host waits."""
+"""What an operator of PyTorch does on a device: whether it is a kernel, its bytes, and why the host waits for it."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -14,23 +14,36 @@ from torch.utils.flop_counter import flop_registry
 from bench.stress.simulation.streams import use_of
 
 aten = torch.ops.aten
-# Keys of the kernels by which PyTorch's dispatcher makes operators of others; the last is seen in inference mode alone.
+# Dispatch keys under which PyTorch registers implementations that call other operators, the same on every device.
+# A dispatch mode sees operators with the last key only in inference mode.
 COMPOSITES = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
-# Operators that allocate, or only look at memory in another way, though their schema does not say that they are views.
-NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided, aten.lift_fresh}
-NO_KERNEL |= {aten.resize_, aten.set_, aten._unsafe_view, aten.alias}
+# Operators that run no kernel although their schemas do not say that they are views: they allocate memory or return
+# a view of it.
+NO_KERNEL = {
+    aten.alias,
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.lift_fresh,
+    aten.new_empty,
+    aten.new_empty_strided,
+    aten.resize_,
+    aten.set_,
+    aten._unsafe_view,
+}
 COPIES = {aten.copy_, aten._to_copy}
-INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # take indices of the host, too
-HOST_SCALARS = INDEXING | {
-    aten.fill_,
-    aten.masked_fill,
-    aten.masked_fill_,
-    aten.where,
-}  # and operators tagged pointwise
-OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}  # in place, and what was there is not read
-PICKING = {aten.embedding, aten.index_select, aten.gather, aten.index}  # read no more of a tensor than the result has
+# Operators with a list of index tensors as second argument, which may be tensors of the host, too.
+INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
+# Operators that also take tensors of the host if these have no dimensions, as do all that are tagged pointwise.
+HOST_SCALARS = INDEXING | {aten.fill_, aten.masked_fill, aten.masked_fill_, aten.where}
+# Operators that work in place and do not read what they overwrite.
+OVERWRITING = {aten.copy_, aten.fill_, aten.zero_}
+# Operators that read only some elements of their first argument: as many as the result has.
+PICKING = {aten.embedding, aten.index_select, aten.gather, aten.index}
+# Operators that write only some elements of their first argument: as many as the source has.
 PLACING = {aten._index_put_impl_, aten.scatter_, aten.scatter_add_, aten.index_add_, aten.index_copy_}
-COUNTED_AS = {  # whose floating-point operations another's formula counts
+# Operators for which PyTorch has no formula of floating-point operations, and an operator whose formula applies.
+COUNTED_AS = {
     aten.addmm_: aten.addmm,
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
@@ -38,54 +51,61 @@ COUNTED_AS = {  # whose floating-point operations another's formula counts
 
 
 def on_card(tensor: Tensor) -> bool:
-    """Whether a tensor bears the label of the device."""
+    """Returns whether a tensor has the label of the device."""
     use = use_of(tensor)
     return use is not None and use.home is not None
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors in nested lists, tuples and dictionaries."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's numbers; those that an expanded one repeats are there once."""
+    """Returns the bytes of a tensor's elements in memory; elements that an expanded tensor repeats count once."""
     if not tensor.numel():
         return 0
-    return prod(n for n, stride in zip(tensor.shape, tensor.stride()) if stride) * tensor.element_size()
+    stored_sizes = [size for size, stride in zip(tensor.shape, tensor.stride()) if stride]
+    return prod(stored_sizes) * tensor.element_size()
 
 
 def bytes_of(tensors: list[Tensor]) -> int:
+    """Returns the sum of the tensors' bytes."""
     return sum(map(size_of, tensors))
 
 
 @functools.cache
 def is_kernel(function: OpOverload) -> bool:
+    """Returns whether an operator runs a kernel. Views and allocations do not."""
     return not function.is_view and function.overloadpacket not in NO_KERNEL
 
 
 @functools.cache
 def composite_key(function: OpOverload) -> torch._C.DispatchKey | None:
-    """The key of the kernel that makes an operator of others, on every device; None if each device has its own kernel.
+    """Returns the key of the implementation that computes an operator by other operators; None if devices have kernels.
 
-    Lists of tensors are taken one by one on a CPU alone. A copy is made of no others. The norm of models/functions.py
-    is one kernel of CUDA's, forward and backward, if its weight is frozen.
+    Three kinds of operators have such an implementation, or may have it, but count as kernels: operators on lists of
+    tensors, which only a CPU computes tensor by tensor; copies; and the norm of models/functions.py (namespace r3lite),
+    which is one kernel on CUDA, forward and backward, if its weight is frozen.
     """
-    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
-    alone = function.namespace == "r3lite" or function.name().startswith("aten::_foreach")
-    if has("CPU") or alone or function.overloadpacket in COPIES:
+    has_kernel = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, function.name())
+    is_on_lists = function.name().startswith("aten::_foreach")
+    if has_kernel("CPU") or function.namespace == "r3lite" or is_on_lists or function.overloadpacket in COPIES:
         return None
-    return next((getattr(torch._C.DispatchKey, key) for key in COMPOSITES if has(key)), None)
+    return next((getattr(torch._C.DispatchKey, key) for key in COMPOSITES if has_kernel(key)), None)
 
 
 @functools.cache
 def takes_generator(function: OpOverload) -> bool:
+    """Returns whether an operator has an argument for a generator of random numbers."""
     return any(argument.name == "generator" for argument in function._schema.arguments)
 
 
-def taking_numbers(function: OpOverload, args: tuple) -> Callable:
-    """What to call an operator by: its other overloads, too, if it is handed a number in place of a tensor.
+def callable_for(function: OpOverload, args: tuple) -> Callable:
+    """Returns the overload itself, or all overloads of its operator if a number takes the place of a tensor in `args`.
 
-    Where PyTorch makes an operator of others, it wraps a number in a tensor, and a mode is handed the number again.
+    Inside a composite operator PyTorch wraps a number in a tensor and chooses the overload for tensors. But a dispatch
+    mode receives the number without its wrapper, and the overload for tensors refuses numbers.
     """
     for argument, value in zip(function._schema.arguments, args):
         if isinstance(argument.type, torch.TensorType) and isinstance(value, int | float | complex):
@@ -94,49 +114,59 @@ def taking_numbers(function: OpOverload, args: tuple) -> Callable:
 
 
 def written_by(function: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
-    """The inputs that an operator changes."""
-    found = []
-    for i, argument in enumerate(function._schema.arguments):
+    """Returns the input tensors that an operator changes."""
+    changed = []
+    for position, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += tensors_in(args[i] if i < len(args) else kwargs.get(argument.name))
-    return found
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            changed += tensors_in(value)
+    return changed
 
 
 def traffic(
     function: OpOverload, args: tuple, inputs: list[Tensor], written: list[Tensor], results: list[Tensor]
 ) -> tuple[int, int]:
-    """Bytes that a kernel reads and writes, each once."""
-    packet, changed = function.overloadpacket, set(map(id, written))
-    given = list({id(t): t for t in inputs if id(t) not in changed}.values())
-    fresh = [t for t in results if id(t) not in changed]
-    made = [*written, *fresh]
-    if packet in PICKING:
-        picked = min(size_of(args[0]), bytes_of(made))
-        return picked + bytes_of([t for t in given if t is not args[0]]), bytes_of(made)
-    if packet in PLACING:
-        place = args[0]
-        placed = max((t.numel() for t in given), default=0) * place.element_size()
-        adds = packet in (aten.scatter_add_, aten.index_add_) or (packet is aten._index_put_impl_ and True in args[3:4])
-        return bytes_of(given) + placed * adds, placed
-    random = Tag.nondeterministic_seeded in function.tags
-    read_first = function.overloadpacket._qualified_op_name.endswith("_") and packet not in OVERWRITING and not random
-    return bytes_of(given) + bytes_of(written) * read_first, bytes_of(made)
+    """Returns the bytes that a kernel reads and the bytes that it writes. Each tensor counts once.
+
+    `written` has the inputs that the operator changes, `results` the tensors that it returns.
+    """
+    operator = function.overloadpacket
+    written_ids = set(map(id, written))
+    only_read = list({id(tensor): tensor for tensor in inputs if id(tensor) not in written_ids}.values())
+    new_results = [tensor for tensor in results if id(tensor) not in written_ids]
+    output_bytes = bytes_of([*written, *new_results])
+    if operator in PICKING:
+        picked_bytes = min(size_of(args[0]), output_bytes)
+        index_bytes = bytes_of([tensor for tensor in only_read if tensor is not args[0]])
+        return picked_bytes + index_bytes, output_bytes
+    if operator in PLACING:
+        # The elements that are written have no tensor of their own: there are as many as in the largest other input.
+        placed_elements = max((tensor.numel() for tensor in only_read), default=0)
+        placed_bytes = placed_elements * args[0].element_size()
+        accumulates = operator is aten._index_put_impl_ and True in args[3:4]  # its argument `accumulate`
+        reads_target = operator in (aten.scatter_add_, aten.index_add_) or accumulates
+        return bytes_of(only_read) + placed_bytes * reads_target, placed_bytes
+    is_random = Tag.nondeterministic_seeded in function.tags  # such as normal_, which does not read what it overwrites
+    is_in_place = operator._qualified_op_name.endswith("_")
+    reads_written = is_in_place and operator not in OVERWRITING and not is_random
+    return bytes_of(only_read) + bytes_of(written) * reads_written, output_bytes
 
 
 def operations(function: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:
-    """Floating-point operations of a matrix product or of attention; 0 of what has none to speak of."""
-    packet = function.overloadpacket
-    formula = flop_registry.get(COUNTED_AS.get(packet, packet))
+    """Returns the floating-point operations of a matrix product or of attention; 0 for every other operator."""
+    operator = function.overloadpacket
+    formula = flop_registry.get(COUNTED_AS.get(operator, operator))
     return formula(*args, **kwargs, out_val=result) if formula else 0
 
 
 def refuse_mixed(function: OpOverload, args: tuple, inputs: list[Tensor]) -> None:
-    """Raises RuntimeError if an operator of the device is given a tensor of the host that CUDA would not take."""
-    packet = function.overloadpacket
-    scalars = Tag.pointwise in function.tags or packet in HOST_SCALARS
-    indices = args[1] if packet in INDEXING else ()
+    """Raises RuntimeError if an operator of the device has an input on the host that CUDA would refuse."""
+    operator = function.overloadpacket
+    takes_host_scalars = Tag.pointwise in function.tags or operator in HOST_SCALARS
+    indices = args[1] if operator in INDEXING else ()
     for tensor in inputs:
-        if on_card(tensor) or any(tensor is i for i in indices) or (scalars and tensor.dim() == 0):
+        is_index = any(tensor is index for index in indices)
+        if on_card(tensor) or is_index or (takes_host_scalars and tensor.dim() == 0):
             continue
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
@@ -145,13 +175,16 @@ def refuse_mixed(function: OpOverload, args: tuple, inputs: list[Tensor]) -> Non
 
 
 def waits(function: OpOverload, args: tuple) -> Iterator[tuple[str, Tensor | None]]:
-    """Why the host waits before an operator can run, and what is copied from it, if anything."""
-    packet = function.overloadpacket
-    if packet in INDEXING:
+    """Yields each reason why the host waits before an operator can run.
+
+    With the reason comes the tensor of the host that is copied to the device, or None if nothing is copied.
+    """
+    operator = function.overloadpacket
+    if operator in INDEXING:
         for index in args[1]:
             if index is not None and not on_card(index):
                 yield "indices of the host", index
             elif index is not None and index.dtype in (torch.bool, torch.uint8):
-                yield "a mask as index", None
+                yield "a mask as index", None  # the size of the result depends on the mask's values
     elif Tag.data_dependent_output in function.tags or Tag.dynamic_output_shape in function.tags:
-        yield str(packet).removeprefix("aten."), None
+        yield str(operator).removeprefix("aten."), None

@@ -1,4 +1,7 @@
-"""What of `torch` and `torch.cuda` a simulated device replaces while it is in use: see simulated_cuda.py."""
+"""Stand-ins for functions and classes of `torch` and `torch.cuda`, by which PyTorch works on a simulated device.
+
+SimulatedCuda (simulated_cuda.py) puts them in place of the originals while it is in use.
+"""
 
 import contextlib
 import functools
@@ -16,69 +19,80 @@ from bench.stress.simulation.operators import on_card, tensors_in
 from bench.stress.simulation.streams import Event, Stream, use_of
 from r3lite.devices import speed
 
-Card = Any  # a SimulatedCuda, whose module imports this one
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-BANDWIDTH = 192e9  # bytes per second, by which events tell the time
-NAME, CAPABILITY, PROCESSORS = "simulated card", (7, 5), 14
-BASE = torch._C.TensorBase
+Card = Any  # a SimulatedCuda: its class cannot be imported, because its module imports this one
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+NAME = "simulated card"
+CAPABILITY = (7, 5)  # compute capability
+PROCESSORS = 14  # streaming multiprocessors
+BANDWIDTH = 192e9  # bytes of memory per second; the times of events follow from it
+TensorBase = torch._C.TensorBase  # has the original methods of torch.Tensor
 aten = torch.ops.aten
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether this, as `to` and `device=` take it, names the device; a bare number does."""
+    """Returns whether an argument of `to` or `device=` names the device. A number without a type does."""
     return device is not None and torch.device(device).type == "cuda"
 
 
 def stand_ins(card: Card) -> Iterator[tuple[Any, str, Any]]:
-    """Owner, name and what takes the name's place."""
-    for make in (_of_tensors, _of_torch, _of_cuda):
-        owner, found = make(card)
-        for name, stand_in in found.items():
+    """Yields a module or class, the name of its attribute that is replaced, and the stand-in for the attribute."""
+    for replacements_of in (_tensor_methods, _torch_functions, _cuda_functions):
+        owner, replacements = replacements_of(card)
+        for name, stand_in in replacements.items():
             yield owner, name, stand_in
     for name in ("dropout", "rms_norm"):  # one kernel on CUDA, several operators on a CPU
-        yield F, name, _one_kernel(card, getattr(F, name))
+        yield F, name, _as_one_kernel(card, getattr(F, name))
     for owner in (torch, torch.amp, torch.amp.autocast_mode):
         yield owner, "autocast", _Autocast
-    grouped = torch._C._group_tensors_by_device_and_dtype
+    group_tensors = torch._C._group_tensors_by_device_and_dtype
 
-    def by_label(lists: list, with_indices: bool = False) -> dict:
-        """Optimizers take tensors in groups of one device; C++ does not see the label."""
-        return {(g[0][0][0].device, dtype): g for (_, dtype), g in grouped(lists, with_indices).items()}
+    def group_by_label(lists: list, with_indices: bool = False) -> dict:
+        """Groups an optimizer's tensors by device and dtype. The original, in C++, does not see the device's label."""
+        groups = {}
+        for (_, dtype), group in group_tensors(lists, with_indices).items():
+            first_tensor = group[0][0][0]
+            groups[first_tensor.device, dtype] = group
+        return groups
 
-    yield torch._C, "_group_tensors_by_device_and_dtype", by_label
-    yield torch.accelerator, "current_accelerator", _one(None)  # else optimizers of a CUDA build ask the driver
-    yield speed, "measure", _no_speed
+    yield torch._C, "_group_tensors_by_device_and_dtype", group_by_label
+    # With a CUDA build of PyTorch, optimizers would otherwise call the driver of a card that is not there.
+    yield torch.accelerator, "current_accelerator", _constant(None)
+    yield speed, "measure", _refuse_measuring
 
 
-def _no_speed(*_: Any) -> None:
+def _refuse_measuring(*_: Any) -> None:
+    """Stands in for speed.measure: the speed of the CPU would be taken for the card's."""
     raise RuntimeError("the card is simulated")
 
 
-def _of_tensors(card: Card) -> tuple[type, dict[str, Any]]:
-    """Methods of tensors that tell, or change, where they are."""
+def _tensor_methods(card: Card) -> tuple[type, dict[str, Any]]:
+    """Returns the methods and properties of tensors that tell or change where a tensor is."""
 
     def to(tensor: Tensor, *args, **kwargs) -> Tensor:
-        if args and isinstance(args[0], Tensor):
+        if args and isinstance(args[0], Tensor):  # tensor.to(like)
             args = (args[0].device, args[0].dtype, *args[1:])
         copy = kwargs.pop("copy", False)
         device, dtype, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
-        here = on_card(tensor)
-        if not here and not is_cuda(device):
-            return BASE.to(tensor, *args, copy=copy, **kwargs)
-        there, dtype = here if device is None else is_cuda(device), dtype or tensor.dtype
-        if here == there and dtype == tensor.dtype and not copy:
+        from_card = on_card(tensor)
+        if not from_card and not is_cuda(device):
+            return TensorBase.to(tensor, *args, copy=copy, **kwargs)
+        to_card = from_card if device is None else is_cuda(device)
+        dtype = dtype or tensor.dtype
+        if from_card == to_card and dtype == tensor.dtype and not copy:
             return tensor
-        goal = CUDA if there else device
-        return aten._to_copy(tensor, dtype=dtype, device=goal, non_blocking=non_blocking)
+        target = CUDA if to_card else device
+        return aten._to_copy(tensor, dtype=dtype, device=target, non_blocking=non_blocking)
 
     def numpy(tensor: Tensor, *, force: bool = False):
         if on_card(tensor) and not force:
             raise TypeError(
                 "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host memory."
             )
-        return BASE.numpy(_on_host(tensor), force=force)
+        return TensorBase.numpy(on_host(tensor), force=force)
 
-    def _on_host(tensor: Tensor) -> Tensor:
+    def on_host(tensor: Tensor) -> Tensor:
+        """Returns the tensor, or its copy on the host if it is on the device."""
         card.read_by_host(tensor)
         return tensor.cpu()
 
@@ -87,89 +101,102 @@ def _of_tensors(card: Card) -> tuple[type, dict[str, Any]]:
         return pinned.copy_(tensor)
 
     return Tensor, {
-        "device": property(lambda tensor: CUDA if on_card(tensor) else BASE.device.__get__(tensor)),
+        "device": property(lambda tensor: CUDA if on_card(tensor) else TensorBase.device.__get__(tensor)),
         "is_cuda": property(on_card),
-        "get_device": lambda tensor: 0 if on_card(tensor) else -1,
+        "get_device": lambda tensor: CUDA.index if on_card(tensor) else -1,
         "to": to,
         "cuda": lambda tensor, device=None, non_blocking=False: tensor.to(CUDA, non_blocking=non_blocking),
         "cpu": lambda tensor: tensor.to(CPU),
         "numpy": numpy,
-        "__array__": lambda tensor, dtype=None, copy=None: _array(tensor.numpy(), dtype),
-        "tolist": lambda tensor: BASE.tolist(_on_host(tensor)),
+        "__array__": lambda tensor, dtype=None, copy=None: _with_dtype(tensor.numpy(), dtype),
+        "tolist": lambda tensor: TensorBase.tolist(on_host(tensor)),
         "pin_memory": pin_memory,
         "is_pinned": lambda tensor, device=None: use_of(tensor) is not None and not on_card(tensor),
         "record_stream": lambda tensor, stream: use_of(tensor).recorded.add(stream),
     }
 
 
-def _array(array: Any, dtype: Any) -> Any:
+def _with_dtype(array: Any, dtype: Any) -> Any:
+    """Returns a NumPy array, converted to `dtype` unless that is None."""
     return array if dtype is None else array.astype(dtype)
 
 
-def _of_torch(card: Card) -> tuple[Any, dict[str, Any]]:
-    """Functions of `torch` that make tensors of the host's numbers, and those that ask what is on."""
-    make, convert = torch.tensor, torch.as_tensor
-    enabled, dtype_of = torch.is_autocast_enabled, torch.get_autocast_dtype
+def _torch_functions(card: Card) -> tuple[Any, dict[str, Any]]:
+    """Returns the functions and classes of `torch` that take a device, and those that autocast concerns."""
+    torch_tensor = torch.tensor
+    torch_as_tensor = torch.as_tensor
+    is_autocast_enabled = torch.is_autocast_enabled
+    get_autocast_dtype = torch.get_autocast_dtype
 
     def tensor(
-        data: Any, *, device: Any = None, requires_grad: bool = False, pin_memory: bool = False, **more
+        data: Any, *, device: Any = None, requires_grad: bool = False, pin_memory: bool = False, **options
     ) -> Tensor:
-        made = make(data, **more)
-        made = made.pin_memory() if pin_memory else made
-        return (made if device is None else made.to(device)).requires_grad_(requires_grad)
+        result = torch_tensor(data, **options)
+        if pin_memory:
+            result = result.pin_memory()
+        if device is not None:
+            result = result.to(device)
+        return result.requires_grad_(requires_grad)
 
     def as_tensor(data: Any, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
-        made = convert(data, dtype=dtype) if not isinstance(data, Tensor) else data
-        return made.to(device or made.device, dtype or made.dtype)
+        result = data if isinstance(data, Tensor) else torch_as_tensor(data, dtype=dtype)
+        return result.to(device or result.device, dtype or result.dtype)
 
     class Generator(torch.Generator):
-        """A generator of the host's that is taken for the device's if it was made for it."""
+        """A generator of the host. It reports the simulated device as its own if it was requested for that device."""
 
         def __new__(cls, device: Any = "cpu") -> "Generator":
-            made = super().__new__(cls, "cpu")
-            made.place = CUDA if is_cuda(device) else CPU
-            if made.place == CUDA:
-                card.generators.add(made._cdata)
-                weakref.finalize(made, card.generators.discard, made._cdata)
-            return made
+            generator = super().__new__(cls, "cpu")
+            generator.requested_device = CUDA if is_cuda(device) else CPU
+            if generator.requested_device == CUDA:
+                card.generators.add(generator._cdata)
+                weakref.finalize(generator, card.generators.discard, generator._cdata)
+            return generator
 
-        device = property(lambda self: self.place)
+        device = property(lambda self: self.requested_device)
 
     return torch, {
         "tensor": tensor,
         "as_tensor": as_tensor,
         "Generator": Generator,
-        "is_autocast_enabled": lambda device_type="cuda": enabled(_host_type(device_type)),
-        "get_autocast_dtype": lambda device_type="cuda": dtype_of(_host_type(device_type)),
+        "is_autocast_enabled": lambda device_type="cuda": is_autocast_enabled(_host_type(device_type)),
+        "get_autocast_dtype": lambda device_type="cuda": get_autocast_dtype(_host_type(device_type)),
         **{name: _without_autocast(getattr(torch, name)) for name in ("cat", "stack")},
     }
 
 
 def _without_autocast(function: Callable) -> Callable:
-    """Autocast has these functions take one dtype on a CPU, and leaves them alone on CUDA."""
+    """Returns the function with autocast switched off for tensors of the device.
+
+    Autocast converts the inputs of cat and stack to one dtype on a CPU, but not on CUDA.
+    """
 
     @functools.wraps(function)
     def run(tensors: Any, *args, **kwargs) -> Tensor:
-        off = torch.autocast("cpu", enabled=False) if any(map(on_card, tensors)) else contextlib.nullcontext()
-        with off:
+        is_card_call = any(map(on_card, tensors))
+        with torch.autocast("cpu", enabled=False) if is_card_call else contextlib.nullcontext():
             return function(tensors, *args, **kwargs)
 
     return run
 
 
 def _host_type(device_type: str) -> str:
+    """Returns the device type whose autocast state applies: for "cuda" that of the CPU, which computes for the card."""
     return "cpu" if device_type == "cuda" else device_type
 
 
 class _Autocast(torch.autocast):
-    """Autocast of the CPU for tensors of the device."""
+    """Autocast for the device, which is the CPU's autocast with the default dtype of CUDA."""
 
     def __init__(self, device_type: str, dtype: torch.dtype | None = None, *args, **kwargs):
-        dtype = torch.float16 if device_type == "cuda" and dtype is None else dtype
+        if device_type == "cuda" and dtype is None:
+            dtype = torch.float16
         super().__init__(_host_type(device_type), dtype, *args, **kwargs)
 
 
-def _one_kernel(card: Card, function: Callable) -> Callable:
+def _as_one_kernel(card: Card, function: Callable) -> Callable:
+    """Returns the function, whose operators count as one kernel if its first argument is on the card."""
+
     @functools.wraps(function)
     def run(x: Tensor, *args, **kwargs) -> Tensor:
         if not on_card(x):
@@ -181,31 +208,36 @@ def _one_kernel(card: Card, function: Callable) -> Callable:
     return run
 
 
-def _one(value: Any) -> Callable:
+def _constant(value: Any) -> Callable:
+    """Returns a function that takes any arguments and returns the value."""
     return lambda *_, **__: value
 
 
-def _of_cuda(card: Card) -> tuple[Any, dict[str, Any]]:
-    """Functions of `torch.cuda`."""
-    return torch.cuda, _facts(card) | _memory(card) | _random_numbers(card) | _streams_and_graphs(card)
+def _cuda_functions(card: Card) -> tuple[Any, dict[str, Any]]:
+    """Returns the functions and classes of `torch.cuda`."""
+    return torch.cuda, _properties(card) | _memory(card) | _random_numbers(card) | _streams_and_graphs(card)
 
 
-def _facts(card: Card) -> dict[str, Any]:
-    """What the card is."""
+def _properties(card: Card) -> dict[str, Any]:
+    """Returns the functions that describe the card or initialize CUDA."""
 
     def initialize(*_: Any) -> None:
         card.initialized = True
 
-    properties = SimpleNamespace(
-        name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=card.total, multi_processor_count=PROCESSORS
+    device_properties = SimpleNamespace(
+        name=NAME,
+        major=CAPABILITY[0],
+        minor=CAPABILITY[1],
+        total_memory=card.total,
+        multi_processor_count=PROCESSORS,
     )
     return {
-        "is_available": _one(True),
-        "device_count": _one(1),
-        "current_device": _one(0),
-        "get_device_name": _one(NAME),
-        "get_device_capability": _one(CAPABILITY),
-        "get_device_properties": _one(properties),
+        "is_available": _constant(True),
+        "device_count": _constant(1),
+        "current_device": _constant(CUDA.index),
+        "get_device_name": _constant(NAME),
+        "get_device_capability": _constant(CAPABILITY),
+        "get_device_properties": _constant(device_properties),
         "is_bf16_supported": lambda including_emulation=True: card.bf16 or including_emulation,
         "is_initialized": lambda: card.initialized,
         "init": initialize,
@@ -215,7 +247,7 @@ def _facts(card: Card) -> dict[str, Any]:
 
 
 def _memory(card: Card) -> dict[str, Any]:
-    """How much of the card's memory there is, is used, and may be used."""
+    """Returns the functions that report or limit the card's memory, in bytes."""
 
     def mem_get_info(device: Any = None) -> tuple[int, int]:
         card.initialized = True
@@ -228,7 +260,7 @@ def _memory(card: Card) -> dict[str, Any]:
         card.share = fraction
 
     return {
-        "empty_cache": _one(None),
+        "empty_cache": _constant(None),
         "mem_get_info": mem_get_info,
         "set_per_process_memory_fraction": set_share,
         **{name: lambda device=None: card.memory.live for name in ("memory_allocated", "memory_reserved")},
@@ -238,7 +270,7 @@ def _memory(card: Card) -> dict[str, Any]:
 
 
 def _random_numbers(card: Card) -> dict[str, Any]:
-    """The card's generator, seeded, saved and restored."""
+    """Returns the functions that seed, save and restore the card's default generator."""
     return {
         "manual_seed": card.generator.manual_seed,
         "manual_seed_all": card.generator.manual_seed,
@@ -250,20 +282,23 @@ def _random_numbers(card: Card) -> dict[str, Any]:
 
 
 def _streams_and_graphs(card: Card) -> dict[str, Any]:
-    """Streams, events and graphs, and waiting for them."""
+    """Returns the functions and classes of streams, events and graphs."""
 
     @contextlib.contextmanager
-    def stream(of: Stream) -> Iterator[None]:
-        before, card.stream = card.stream, of
+    def stream(new_stream: Stream) -> Iterator[None]:
+        previous_stream = card.stream
+        card.stream = new_stream
         try:
             yield
         finally:
-            card.stream = before
+            card.stream = previous_stream
 
     @contextlib.contextmanager
-    def graph(made: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    def graph(
+        cuda_graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
         card.wait("before a capture")
-        card.graph = made
+        card.graph = cuda_graph
         try:
             yield
         finally:
@@ -275,8 +310,8 @@ def _streams_and_graphs(card: Card) -> dict[str, Any]:
         "Event": functools.partial(CardEvent, card),
         "stream": stream,
         "current_stream": lambda device=None: card.stream,
-        "default_stream": _one(card.stream),
-        "graph_pool_handle": _one((0, 0)),
+        "default_stream": _constant(card.stream),
+        "graph_pool_handle": _constant((0, 0)),
         "CUDAGraph": functools.partial(Graph, card),
         "graph": graph,
         "is_current_stream_capturing": lambda: card.graph is not None,
@@ -284,7 +319,7 @@ def _streams_and_graphs(card: Card) -> dict[str, Any]:
 
 
 class CardStream(Stream):
-    """A stream as torch.cuda.Stream makes it."""
+    """A stream of the card, with the methods of torch.cuda.Stream."""
 
     def __init__(self, card: Card, device: Any = None, priority: int = 0):
         super().__init__(card.host)
@@ -303,18 +338,25 @@ class CardStream(Stream):
 
 
 class CardEvent(Event):
-    """Its time is what the bytes moved until then take at BANDWIDTH."""
+    """An event of the card, with the methods of torch.cuda.Event.
+
+    Its time is the time that the kernels counted until it is recorded need to move their bytes at BANDWIDTH.
+    """
 
     def __init__(self, card: Card, enable_timing: bool = False, **_: Any):
         super().__init__()
-        self.card, self.milliseconds = card, 0.0
+        self.card = card
+        self.milliseconds = 0.0  # since the card's counts began
 
     def record(self, stream: Stream | None = None) -> None:
-        self.done = dict((stream or self.card.stream).done)
-        self.milliseconds = 1000 * (self.card.counts.read + self.card.counts.written) / BANDWIDTH
+        recorded_stream = stream or self.card.stream
+        self.done = dict(recorded_stream.done)
+        counts = self.card.counts
+        self.milliseconds = 1000 * (counts.read + counts.written) / BANDWIDTH
 
     def wait(self, stream: Stream | None = None) -> None:
-        (stream or self.card.stream).wait_event(self)
+        waiting_stream = stream or self.card.stream
+        waiting_stream.wait_event(self)
 
     def synchronize(self) -> None:
         self.card.wait("an event", self.done)
@@ -322,29 +364,34 @@ class CardEvent(Event):
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, other: "CardEvent") -> float:
-        return other.milliseconds - self.milliseconds
+    def elapsed_time(self, end_event: "CardEvent") -> float:
+        """Returns the milliseconds from this event to another."""
+        return end_event.milliseconds - self.milliseconds
 
 
 class Graph:
-    """A captured graph: the operators that ran, to be done again on the same memory, and what their kernels cost."""
+    """A captured graph: calls of operators, which a replay repeats on the same memory, and the costs of its kernels."""
 
     def __init__(self, card: Card):
         self.card = card
-        self.work: list[tuple[Callable, tuple, dict, list[Tensor]]] = []  # with the results
-        self.kernels: list[tuple[str, int, int, int]] = []  # as Counts.kernel takes them
+        self.calls: list[tuple[Callable, tuple, dict, list[Tensor]]] = []  # function, args, kwargs, captured results
+        self.kernels: list[tuple[str, int, int, int]] = []  # the arguments of Counts.kernel
 
     def add(self, function: Callable, args: tuple, kwargs: dict, results: list[Tensor]) -> None:
-        self.work.append((function, args, kwargs, results))
+        """Records a call of an operator, and the tensors that it returned during the capture."""
+        self.calls.append((function, args, kwargs, results))
 
     def replay(self) -> None:
+        """Repeats all calls, and puts their results into the tensors of the capture."""
         self.card.counts.launches += 1
         for kernel in self.kernels:
             self.card.counts.kernel(*kernel)
+        used_tensors = []
         with torch.no_grad(), _disable_current_modes():
-            for function, args, kwargs, results in self.work:
-                for old, new in zip(results, tensors_in(function(*args, **kwargs)), strict=True):
-                    if old is not new:  # as it is if the operator works in place
-                        old.copy_(new)
-        used = [t for _, args, kwargs, results in self.work for t in (*tensors_in((args, kwargs)), *results)]
-        self.card.order(used, used)
+            for function, args, kwargs, captured_results in self.calls:
+                new_results = tensors_in(function(*args, **kwargs))
+                for captured, new in zip(captured_results, new_results, strict=True):
+                    if captured is not new:  # they are the same tensor if the operator works in place
+                        captured.copy_(new)
+                used_tensors += [*tensors_in((args, kwargs)), *captured_results]
+        self.card.order(used_tensors, used_tensors)
