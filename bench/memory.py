@@ -10,8 +10,9 @@ rollouts of full length, with two optimizer steps. The peak is that of live tens
 allocator on CUDA. The peak of the process's resident memory (VmHWM), with Python and all libraries, is also recorded.
 
 Then the command runs once more for the times: of its last step or round, and of the rollout in it. The predicted times
-use device speeds that are measured just before. On one thread of a CPU, times are of the processor, so that other
-programs do not count. Peers (transformers + peft, and TRL if it is installed) take steps of the same shape.
+use device speeds that are measured just before. With one CPU thread, the times are CPU time instead of wall-clock
+time, so that other programs do not count. Peers (transformers + peft, and TRL if it is installed) take steps of the
+same shape.
 """
 
 import argparse
@@ -51,7 +52,7 @@ class Case:
     """One run whose memory and time are measured."""
 
     size: str
-    # sft, an algorithm of RL, or a peer: peft, WITHOUT (peft without activation checkpointing), trl (GRPO), trl sft
+    # sft, an algorithm of RL, or a peer: peft, PEFT_STORING (without activation checkpointing), trl (GRPO), trl sft
     algorithm: str
     tokens: int  # of a row; in RL the tokens that are sampled after a prompt of PROMPT tokens
     quantize: str = "none"
@@ -83,10 +84,10 @@ CASES = [
 GENERATIONS = 8  # rollouts of one prompt
 MINI_BATCH = 4  # rollouts of an optimizer step
 STEPS = 2  # optimizer steps of a peer: in the second one the optimizer has its moments
-WITHOUT = "peft without checkpointing"
+PEFT_STORING = "peft without checkpointing"
 PEERS = [
     *(Case("0.5B", "peft", tokens) for tokens in (512, 1024, 2048)),
-    *(Case("0.5B", WITHOUT, tokens) for tokens in (512, 1024)),
+    *(Case("0.5B", PEFT_STORING, tokens) for tokens in (512, 1024)),
     *(Case("0.5B", "trl sft", tokens) for tokens in (512, 1024, 2048)),
     Case("0.5B", "trl", 64),
 ]
@@ -134,9 +135,10 @@ def run_peer(case: Case, folder: str, precision: Precision) -> None:
     if case.algorithm == "trl sft":
         peers.sft_trainer(folder, case.tokens, precision, steps=STEPS).train()
         return
-    recomputing, storing = peers.sft(folder, case.tokens, precision)
+    step_with_checkpointing, step_without_checkpointing = peers.sft(folder, case.tokens, precision)
+    step = step_without_checkpointing if case.algorithm == PEFT_STORING else step_with_checkpointing
     for _ in range(STEPS):
-        storing() if case.algorithm == WITHOUT else recomputing()
+        step()
 
 
 def run_command(case: Case, folder: str, precision: Precision, extra_flags: Sequence[str] = ()) -> tuple[Plan, dict]:
@@ -166,8 +168,8 @@ def run_command(case: Case, folder: str, precision: Precision, extra_flags: Sequ
 def times(case: Case, folder: str, precision: Precision) -> dict[str, float]:
     """Returns the measured and the predicted seconds of a step or round, and of the rollout in a round.
 
-    The prediction uses the speeds of the device, which are measured just before. On one thread of a CPU, times are of
-    the processor, so that other programs do not count.
+    The prediction uses the speeds of the device, which are measured just before. With one CPU thread, the times are CPU
+    time instead of wall-clock time, so that other programs do not count.
     """
     single_thread = precision.device.type == "cpu" and torch.get_num_threads() == 1
     clock = time.process_time if single_thread else time.perf_counter
@@ -189,7 +191,7 @@ def times(case: Case, folder: str, precision: Precision) -> dict[str, float]:
 def measure(case: Case, folder: str, precision: Precision) -> dict:
     """Runs one case in this process; returns its record.
 
-    It has the peak, planned, reserved and resident memory in MiB, the seconds of the whole case, and the figures of
+    It has the peak, planned, reserved and resident memory in MiB, the seconds of the first run, and the figures of
     `times` if the case is one of r3lite.
     """
     counter = LiveTensors()
@@ -240,7 +242,7 @@ def chosen(flags: argparse.Namespace) -> list[Case]:
 def main() -> None:
     parser = options.parser(__doc__)
     parser.add_argument("--only", nargs="*", help="model sizes")
-    parser.add_argument("--algorithms", nargs="*", help=f'sft, those of RL, peft, "{WITHOUT}", trl, "trl sft"')
+    parser.add_argument("--algorithms", nargs="*", help=f'sft, those of RL, peft, "{PEFT_STORING}", trl, "trl sft"')
     parser.add_argument("--row", action="store_true", help="one case only, as a table row to send us")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     flags = parser.parse_args()

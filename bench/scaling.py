@@ -124,7 +124,9 @@ def search(passages: int) -> Callable[[], float]:
     from r3lite.retrieval.search import RankingRetriever
 
     documents = [Document(str(number), "", "") for number in range(passages)]
-    retrieve = RankingRetriever(build_index(RandomEncoder(), documents), top_k=5, own_paragraphs=lambda questions: None)
+    retrieve = RankingRetriever(
+        build_index(RandomEncoder(), documents), top_k=5, findable_places=lambda questions: None
+    )
     pairs = [(Question(str(number), "q", ()), f"query {number}") for number in range(QUERIES)]
 
     def work() -> float:

@@ -95,7 +95,7 @@ class RLTrainer:
             return {}
         if self.teacher:
             with watch.stage("teacher"):
-                # With the teacher's distributions at the tokens of failed episodes.
+                # Failed episodes get a teacher's distributions, or make way for cached trajectories that have them.
                 batch = self.teacher.batch(rollouts, sampled.question_ids)
         else:
             batch = Batch.of(rollouts)

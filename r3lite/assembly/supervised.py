@@ -85,9 +85,9 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            # `policy.grant` (core/grant.py) has the sizes of passes. If memory runs out, it reduces those of the phase
-            # that is named here, "update" (passes over whole rows; the other phase is "sample"), drops the gradients,
-            # and calls `add_gradients` again.
+            # This calls `add_gradients(rows)`. If memory runs out, it drops the gradients, makes the passes smaller and
+            # calls it again. "update" names the passes that become smaller: those over whole rows. The other ones are
+            # "sample". `policy.grant` (core/grant.py) has the sizes of the passes.
             rank_loss_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device, so that `rank_loss_parts` can be read
         loss_parts = sum_by_name(self.ranks.gather(rank_loss_parts))
@@ -103,8 +103,9 @@ class SFTTrainer:
         """Tries out whether memory suffices for a step of the run's longest rows, and drops the gradients.
 
         Sizes of passes that had to be reduced stay reduced. One process tries only the largest micro-batch of these
-        rows; of several ranks each tries all of its micro-batches, since `add_gradients` divides the rows among them.
-        Micro-batches of shorter rows may be larger, but are within `micro_batch_tokens`, which the memory plan covers.
+        rows. Several ranks try all micro-batches: `add_gradients` would divide the rows of a single one among the
+        ranks, so that none would run it whole. Micro-batches of shorter rows may be larger, but are within
+        `micro_batch_tokens`, which the memory plan covers.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:

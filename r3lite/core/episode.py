@@ -232,8 +232,8 @@ class Episode:
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    # How the episode ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING. None: it goes on. Only the engine sets this. A
-    # trajectory that was read from a file has CUT_OFF however it ended, and nothing reads it there.
+    # How the episode ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING. None: it goes on. The layout decides this for
+    # sampled episodes (`Transcript.finish`). A teacher's trace that is scored like an episode has ANSWERED.
     finish: str | None = CUT_OFF
     tokens_written: int | None = None  # number of tokens that the model wrote; None: not known, as for a trajectory
     failure: str | None = None  # why the retriever failed at a query; the episode must not be scored. None: no failure

@@ -24,8 +24,9 @@ BACKLOG = 128  # the most connections that wait to be accepted; with 5, many of 
 class ConnectionLimits:
     """Limits of a server's connections, so that slow or many clients do not block the others."""
 
-    seconds: float = 30.0  # the time for a request to arrive, and again for its reply to be read, ...
-    bytes_per_second: int = 64 << 10  # ... to which the time that a link of this speed needs is added
+    # A request must arrive within `seconds` plus its size / `bytes_per_second`. So must its reply be read.
+    seconds: float = 30.0
+    bytes_per_second: int = 64 << 10  # of the slowest link that is allowed for
     connections: int = 256  # the most at a time; further ones are refused
     poll_seconds: float = 1.0  # the time between checks whether a client that waits for its turn is still connected
 

@@ -21,7 +21,8 @@ REQUEST = "Question: {question}\nAnswer with a short phrase or a name only, no e
 class PlainAnswer(Chat):
     """If it `can_search`, the documents before the question are found by a search for the question itself.
 
-    The answer is the first line of the reply that is not blank, or what there is of it if a limit cut it off.
+    The answer is the first line of the reply that is not blank, even if a limit cut the reply off. So every reply that
+    is not blank is whole (`is_whole`).
     """
 
     can_search: bool = False

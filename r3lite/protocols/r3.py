@@ -221,14 +221,15 @@ class R3(Protocol):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
         # Text before the first heading is never part of the analysis. After `Step k:` it is the fault "no_analysis",
-        # even if an analysis with its heading follows. Without `Step k:` it adds no fault to "no_step_heading".
-        has_headless_analysis = step_number is not None and preamble.strip()
+        # even if an analysis with its heading follows. Without `Step k:` the step has the fault "no_step_heading"
+        # anyway, and this text adds no other.
+        has_text_before_headings = step_number is not None and preamble.strip()
         faults = faults_if(
             no_step_heading=step_number is None,
             wrong_step_number=step_number not in (None, len(earlier) + 1),
             repeated_heading=len(sections) < len(written_headings),
             wrote_documents=self.headings.documents in sections,
-            no_analysis=has_headless_analysis or not analysis,
+            no_analysis=has_text_before_headings or not analysis,
         )
         queries = self._parse_queries(sections, faults)
         answer = _parse_answer(sections.get(self.headings.answer), faults)

@@ -20,7 +20,7 @@ from typing import IO, Any
 SECONDS = 20.0  # for a request; a usual template takes milliseconds
 START_SECONDS = 120.0  # for the first reply of a new process: a slow disk has to read Python
 MEMORY = 2**30  # bytes of the process
-CHARACTERS = 50_000_000  # of a text
+MAX_CHARACTERS = 50_000_000  # of a rendered text
 PROGRAM = Path(__file__).with_name("render_process.py")
 
 
@@ -39,11 +39,13 @@ class Renderer:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._replies: queue.SimpleQueue[str] = queue.SimpleQueue()  # "" at the end of the process
-        self._owner = 0  # the id of the process that started it; a fork of this one must not write to the same pipe
+        # The id of the Python process that started the renderer. A fork of that process has another id, and must start
+        # a renderer of its own.
+        self._owner = 0
         atexit.register(self._stop)
 
     def render(self, source: str, variables: dict[str, Any] | None, day: str | None = None) -> str:
-        """Returns the text of a template; "" without `variables`, which only reads it.
+        """Returns the rendered text. If `variables` is None, the template is only compiled, and "" is returned.
 
         `day` is the date of the template's clock as YYYY-MM-DD. Raises RenderError or LimitExceeded if the template
         gives no text.
@@ -102,12 +104,15 @@ class Renderer:
             creationflags=getattr(subprocess, "CREATE_NO_WINDOW", 0),  # of Windows
         )
         threading.Thread(target=_read, args=(self._process.stdout, self._replies), daemon=True).start()
-        limits = {"memory": MEMORY, "seconds": int(SECONDS) + 1, "characters": CHARACTERS}
+        # After these seconds of computing the system ends the renderer, even if this process was killed meanwhile. They
+        # are more than SECONDS, so that `_line` gives up first.
+        processor_seconds = int(SECONDS) + 1
+        limits = {"memory": MEMORY, "seconds": processor_seconds, "characters": MAX_CHARACTERS}
         self._send(json.dumps({"path": [path for path in sys.path if path], **limits}))
         self._line(START_SECONDS)
 
     def _stop(self) -> None:
-        """Ends the process, if this one has started it."""
+        """Ends the renderer's process, if the calling process has started it."""
         process = self._process
         self._process = None
         if process is None or self._owner != os.getpid():

@@ -16,8 +16,8 @@ def hybrid_retriever(setup: Setup, top_k: int) -> Retrieve:
     """Returns the retriever that fuses the lists of the semantic and the lexical retriever."""
     settings = setup.settings
     depth = max(DEPTH, top_k)
-    semantic = RankingRetriever(setup.index, depth, setup.own_places)
-    lexical = RankingRetriever(Lexical(setup.index.documents), depth, setup.own_places)
+    semantic = RankingRetriever(setup.index, depth, setup.findable_places)
+    lexical = RankingRetriever(Lexical(setup.index.documents), depth, setup.findable_places)
     values_of = scaled_scores
     weights = (1 - settings.lexical_weight, settings.lexical_weight)
     if settings.fusion == "rrf":

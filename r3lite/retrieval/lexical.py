@@ -26,7 +26,7 @@ BLOCK = 4096  # passages whose words are read between two updates of the progres
 
 def lexical_retriever(setup: Setup, top_k: int) -> Retrieve:
     """Returns the retriever of the settings' passages by BM25."""
-    return RankingRetriever(Lexical(setup.documents), top_k, setup.own_places)
+    return RankingRetriever(Lexical(setup.documents), top_k, setup.findable_places)
 
 
 class Lexical:

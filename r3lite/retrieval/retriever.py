@@ -26,12 +26,12 @@ def retrieve_nothing(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
 
 
 # Functions that build a retriever from the setup and the number of documents per query, by the value of --retriever.
-# With --context question, `setup.own_places` confines each search to the paragraphs that came with its question. The
-# functions that get no `own_places` here take it from the setup.
+# `setup.findable_places` is a function from questions to the places of the passages that their searches may find: with
+# --context question those that came with the question. `lexical` and `hybrid` pass it on themselves.
 # Web services and URLs (of a retrieval server or a Qdrant collection) have no entry: `_build_one` imports the functions
 # that build their retrievers.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
-    "semantic": lambda setup, top_k: RankingRetriever(setup.index, top_k, setup.own_places),
+    "semantic": lambda setup, top_k: RankingRetriever(setup.index, top_k, setup.findable_places),
     "lexical": lexical_retriever,
     "hybrid": hybrid_retriever,
     "golden": golden_retriever,

@@ -33,13 +33,13 @@ class RankingRetriever:
     passages: Ranking
     top_k: int
     # The indices of the passages that each question's searches are restricted to, or None for no restriction.
-    own_paragraphs: Callable[[list[Question]], list[Places] | None] | None = None
+    findable_places: Callable[[list[Question]], list[Places] | None] | None = None
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:
         queries = [query for _, query in pairs]
         own_places = None
-        if self.own_paragraphs:
-            own_places = self.own_paragraphs([question for question, _ in pairs])
+        if self.findable_places:
+            own_places = self.findable_places([question for question, _ in pairs])
         if not own_places:
             unique_queries = list(dict.fromkeys(queries))
             rankings = self.passages.search(unique_queries, self.top_k)

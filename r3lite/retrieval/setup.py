@@ -160,7 +160,7 @@ class Setup:
             raise R3LiteError(cause, "Pass only one of them.", code="index-corpus-differs")
         return documents
 
-    def own_places(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
+    def findable_places(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
         """Returns for each question the places in `documents` of the paragraphs that come with it.
 
         None if searches are not confined to these.

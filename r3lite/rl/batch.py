@@ -2,7 +2,7 @@
 
 A batch stays in host memory, where masks are read without waiting for the device. The model runs on packs of its rows,
 and the losses get the numbers of its action tokens on the device (`ActionTokens`). Position t of every [B, T] tensor
-belongs to token t: whether the model sampled this token, its log-probability given the tokens before it, the value of
+belongs to token t: whether this token is an action, its log-probability given the tokens before it, the value of
 the state before it, the reward given after it.
 """
 
@@ -68,7 +68,9 @@ class Batch:
     """
 
     tokens: Tensor  # [B, T] long
-    action_mask: Tensor  # [B, T] bool: sampled by the model; the one mask of all losses, means and denominators
+    action_mask: (
+        Tensor  # [B, T] bool: written by the policy or a teacher; the one mask of all losses, means and denominators
+    )
     # "At actions": only the numbers at the positions of action tokens mean something.
     logprobs: Tensor  # [B, T] at actions: Rollout.record.logprobs, for sampled rows those that the sampler recorded
     values: Tensor  # [B, T] at actions: the critic's values while sampling
@@ -201,7 +203,7 @@ def _padded_rewards(rollouts: list[Rollout], shape: torch.Size) -> Tensor:
     rewards = torch.zeros(shape)
     for row, rollout in enumerate(rollouts):
         for position, reward in rollout.token_rewards:
-            assert rollout.record.action_mask[position], "a reward belongs to a token that the model sampled"
+            assert rollout.record.action_mask[position], "a reward belongs to an action token"
             rewards[row, position] += reward
     assert rewards.isfinite().all(), "a reward is a finite number"
     return rewards
@@ -303,7 +305,7 @@ def action_entropies(
     temperature: float,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Returns the entropies [N], in nats, of the distributions from which the action tokens were sampled.
+    """Returns the entropies [N], in nats, of the model's present distributions at the action tokens.
 
     The parameters are those of `action_logprobs`.
     """

@@ -76,7 +76,9 @@ class MeasuredLoss:
     """The loss of a micro-batch, and what is measured of its action tokens."""
 
     loss: Tensor  # [] summed over the tokens, with gradients
-    sums: list[Sums]  # sums of the metrics, one for each chunk: they are added up later, always in one order
+    sums: list[
+        Sums
+    ]  # sums of metrics: of each chunk, then of the whole micro-batch; added up later, always in one order
     log_ratios: Tensor  # [2, N] for the N on-policy tokens; the two rows are those of MeasuredChunk
 
 
@@ -156,7 +158,7 @@ class Learner:
 
         `step_sums` and `first_epoch_log_ratios` are those of this rank's rows; `norms` are equal on all ranks. `loss`
         and `grad_norm` are means over the optimizer steps. The other metrics are means over the tokens of all steps,
-        except those that begin with "sampling/": see `sampling_metrics`.
+        except those of `sampling_metrics`.
         """
         sums_by_rank = self.ranks.gather(step_sums)  # [rank][step]
         sums = sum_by_name(list(chain.from_iterable(sums_by_rank)))

@@ -1,4 +1,7 @@
-"""Settings of the data that a command reads, from one file or from several sources."""
+"""Settings of the data that a command reads, from one file or from several sources.
+
+The first line of the docstring of a section is its heading in --help. Commands have different sections of one heading.
+"""
 
 import re
 from collections import Counter
@@ -55,6 +58,7 @@ class QuestionSettings(DataSettings):
     ] = None
 
 
+# For commands that leave out the questions of --exclude.
 class NewQuestionSettings(QuestionSettings):
     """Data."""
 

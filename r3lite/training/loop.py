@@ -39,7 +39,7 @@ class Trainer(Protocol):
         """
 
     def rehearse(self) -> None:
-        """Runs a pass over the run's longest rows, with gradients; reduces the run's memory figures if memory runs out.
+        """Runs a pass over the run's longest rows, with gradients; makes the run's passes smaller if memory runs out.
 
         No weight changes, and the gradients are dropped.
         """
@@ -88,9 +88,7 @@ def train(
             if record_of_step_0 is not None:
                 log.write(record_of_step_0)
                 log.sync()
-                # A rollback may need this checkpoint. `run.save(state, 0)` would skip it: `run.saved_step`, the step of
-                # the newest checkpoint, is 0 before the first one.
-                run.write(state, 0)
+                run.write(state, 0)  # a rollback may need this checkpoint, which `run.save` leaves out
                 oversight.end_step(0)
                 span_log.write(0)
             for number in range(done + 1, last + 1):
@@ -148,7 +146,7 @@ def _say_how_to_go_on(run: RunFolder, error: BaseException) -> None:
 
     Prints nothing for a Collapse, whose message has its own remedy, nor for an error before the first checkpoint.
     """
-    if run.saved_step and not isinstance(error, Collapse):
+    if run.saved_step is not None and not isinstance(error, Collapse):
         print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)
     elif isinstance(error, KeyboardInterrupt | Terminated):
         print(f"\nno checkpoint was written; begin again with: {run.resume_command}", file=sys.stderr)

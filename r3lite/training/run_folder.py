@@ -87,7 +87,7 @@ class RunFolder:
         self.config = config
         self.logs = (run_files.METRICS, *logs)
         self.ranks = ranks
-        self.saved_step = 0  # the step of the newest checkpoint in this folder; 0 if there is none
+        self.saved_step: int | None = None  # the step of the newest checkpoint in this folder; None if there is none
         self.best: int | None = None  # the step of the best checkpoint, which is never pruned
         self.base: str | None = None  # fingerprint of the base model; `restore_or_start` sets it
         self.further_files: dict[str, Any] = {}  # content of further JSON files, by name; written when the run begins
@@ -192,7 +192,8 @@ class RunFolder:
             self._restore(state, self.loaded)
         if self.ranks.first:
             self._make_ready(step, logs)
-        self.saved_step = 0 if self.from_other_folder else step
+        if self.loaded and not self.from_other_folder:
+            self.saved_step = step
         self.loaded = None  # its tensors have been copied
         return step
 
@@ -225,8 +226,8 @@ class RunFolder:
             print(f"{message}: results differ by rounding from an uninterrupted run", file=sys.stderr)
 
     def save(self, state: TrainState, step: int) -> None:
-        """Writes the checkpoint of a step, unless it is there."""
-        if step != self.saved_step:  # at a fresh start both are 0, and there is nothing to save
+        """Writes the checkpoint of a step, unless it is there. Step 0 gets none: a new run begins there anyway."""
+        if step not in (0, self.saved_step):
             self.write(state, step)
 
     def write(self, state: TrainState, step: int) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench import memory
-from bench.memory import MINI_BATCH, PROMPT, WITHOUT, Case
+from bench.memory import MINI_BATCH, PEFT_STORING, PROMPT, Case
 from r3lite.devices.cards import MEASURED, Speeds
 from r3lite.devices.precision import Precision
 from r3lite.rl.learner import Learner
@@ -46,7 +46,7 @@ def test_algorithms_that_are_guided_have_their_trace_and_their_replay(folder):
     assert record["off_policy/token_share"] == pytest.approx(2 / 10, abs=0.01)
 
 
-@pytest.mark.parametrize("algorithm", ["peft", WITHOUT])
+@pytest.mark.parametrize("algorithm", ["peft", PEFT_STORING])
 def test_peers_are_measured_without_a_plan(folder, monkeypatch, algorithm):
     pytest.importorskip("peft")
     monkeypatch.setattr("bench.full_length.ORDINARY", (300, 1024))
@@ -71,8 +71,8 @@ class Trainer:
 
 
 def test_cases_are_chosen_by_size_and_algorithm():
-    flags = {"row": False, "only": ["0.5B"], "algorithms": ["trl", WITHOUT]}
+    flags = {"row": False, "only": ["0.5B"], "algorithms": ["trl", PEFT_STORING]}
     assert {(c.size, c.algorithm) for c in memory.chosen(argparse.Namespace(**flags))} == {
-        ("0.5B", "trl"), ("0.5B", WITHOUT)
+        ("0.5B", "trl"), ("0.5B", PEFT_STORING)
     }  # fmt: skip
     assert memory.chosen(argparse.Namespace(row=True)) == [Case("0.5B", "sft", 1024)]

@@ -16,6 +16,7 @@ from r3lite.core.invocation import with_values
 from r3lite.devices.precision import NonFiniteGradients, Precision
 from r3lite.settings import Common, ModelSettings, OptimizerSettings, Schedule, TrackSettings
 from r3lite.training import checkpoint, loop, metrics, optim
+from r3lite.training.oversight import NoOversight
 from r3lite.training.run_folder import RunFolder
 from r3lite.training.state import TrainState
 from tests.errors import raises
@@ -336,6 +337,33 @@ def test_interrupted_in_its_first_step_a_run_has_nothing_to_save_and_says_how_to
     assert "has all of its" not in capsys.readouterr().err
     assert run(Toy(), output=str(tmp_path), resume="auto")
     assert f"the run has all of its {TOTAL} steps" in capsys.readouterr().err
+
+
+class ValidatesFirst(NoOversight):
+    """Has a validation before the first step, after which the loop writes the checkpoint of step 0."""
+
+    def begin(self, done: int) -> dict | None:
+        return None if done else {"step": 0}
+
+
+@posix
+@pytest.mark.parametrize("failure", [Terminated, R3LiteError("no server", "Start one.", code="server-absent")])
+def test_a_run_with_the_checkpoint_of_step_0_alone_says_how_to_go_on(tmp_path, capsys, failure):
+    toy = Toy()
+
+    def fail(number):
+        if failure is Terminated:
+            interrupt(number, 1, signal.SIGTERM)
+        else:
+            raise failure
+
+    toy.before_update = fail
+    config = with_values(ToyConfig(), {"output": str(tmp_path)})
+    with pytest.raises((Terminated, R3LiteError)), RunFolder("sft", config, "unused") as folder:
+        loop.train(folder, toy, oversight=ValidatesFirst())
+    assert list(checkpoint.folders_by_step(tmp_path)) == [0]
+    command = f"python -m r3lite.sft --config {tmp_path / 'config.toml'} --resume auto"
+    assert f"saved step 0; continue with: {command}\n" in capsys.readouterr().err
 
 
 def test_gradients_that_are_not_finite_are_explained(tmp_path):
