@@ -16,7 +16,7 @@ from bench.stress.fault_cases import CASES_BY_NAME, OUTPUT_NAME, Server, fixture
 from bench.stress.fault_runs import preload, run
 from bench.stress.folder_content import content
 
-NEEDS_LEARNED_ADAPTER = "collect, self"  # the case that needs the fixtures with more training
+CASE_WITH_LEARNED_ADAPTER = "collect, self"  # the case that needs the fixtures with more training
 DIGEST_DIGITS = 16
 
 
@@ -26,11 +26,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--threads", type=int, default=1)
     flags = parser.parse_args(argv)
-    os.environ["GOOGLE_API_KEY"] = "key"
+    os.environ["GOOGLE_API_KEY"] = "key"  # any key will do: `Server` stands in for Gemini
     preload()
     fault_runs.THREADS = flags.threads
     flags.work.mkdir(parents=True, exist_ok=True)
-    fixture_folder = fixtures(flags.work, brief=NEEDS_LEARNED_ADAPTER not in flags.cases)
+    fixture_folder = fixtures(flags.work, brief=CASE_WITH_LEARNED_ADAPTER not in flags.cases)
     output = flags.work / OUTPUT_NAME
     # Replies are cached under the server's address, so the second process must use the port of the first.
     port_file = flags.work / "port"

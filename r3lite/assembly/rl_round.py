@@ -358,8 +358,8 @@ class RoundSampler:
     def refilled(self, number: int, this_round: Round) -> Round:
         """Returns the round with further groups in place of those without variance, which are not learned from.
 
-        Each attempt samples as many groups as still lack variance, so that never more groups are learned from than the
-        round had (dynamic sampling, see rl/refill.py).
+        Each attempt samples as many groups as are still missing: the round's number of groups less those with variance.
+        So never more groups are learned from than the round had (dynamic sampling, see rl/refill.py).
         """
         rl = self.config.rl
         group_count = len(this_round.signals())

@@ -85,9 +85,9 @@ class SFTTrainer:
         rows = [self.rows[i] for i in indices]
         self.policy.model.train()
         with self.spans.span("update", rows=len(rows)):
-            # This calls `add_gradients(rows)`. If memory runs out, it drops the gradients, makes the passes smaller and
-            # calls it again. "update" names the passes that become smaller: those over whole rows. The other ones are
-            # "sample". `policy.grant` (core/grant.py) has the sizes of the passes.
+            # This calls `add_gradients(rows)`. If memory runs out, it drops the gradients, makes the passes of the
+            # phase "update" smaller and calls it again. (The other phase, "sample", is RL's.) `policy.grant`
+            # (core/grant.py) has the sizes of the passes.
             rank_loss_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device, so that `rank_loss_parts` can be read
         loss_parts = sum_by_name(self.ranks.gather(rank_loss_parts))

@@ -65,7 +65,7 @@ def training_folder(precision: Precision) -> Iterator[Path]:
 def train(output: Path, flags: list[str]) -> list[dict]:
     """Runs SFT in this process and returns its metrics, a record per step.
 
-    If the run fails, raises R3LiteError. Its own error is in the output of the check.
+    If the run fails, raises R3LiteError. The error of the run itself is in the output of the check.
     """
     sft = command.Command("sft", SftConfig(), partial(supervised.train, ranks=ALONE))
     check_status(sft([*flags, "--output", str(output)]), "the run failed")
@@ -94,7 +94,7 @@ def training(precision: Precision) -> Finding:
 
 
 def training_in_fp16(precision: Precision) -> Finding:
-    """Runs the check `training` in fp16, in which cards before Ampere train, whatever the run's dtype is."""
+    """Runs the check `training` in fp16, whatever dtype doctor checks: cards before Ampere train in fp16."""
     if precision.dtype == torch.float16:
         return skipped("same as the check above")
     return training(Precision(torch.float16, precision.device))
@@ -111,6 +111,7 @@ def memory(precision: Precision) -> Finding:
     with training_folder(precision) as folder:
         long_rows = [long_row(start, TOKENS[on_card]) for start in (0, 400)]
         write_jsonl(folder / "rows.jsonl", long_rows)
+        # "none" does not set --recompute-layers, which a preset may have set: the plan chooses it.
         flags = sft_flags(folder, precision, "--batch-size", "1", "--max-length", "4096", "--recompute-layers", "none")
         unlimited, _ = _run(flags, steps=0)
         budget = unlimited.peak - 0.3 * unlimited.allocated  # too little to keep all activations
@@ -122,24 +123,24 @@ def memory(precision: Precision) -> Finding:
         occupied = _freed_card() if on_card else 0
         counting = contextlib.nullcontext() if allocator_counts else counter
         with counting:
-            plan, figures_at_end = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"], occupied=occupied)
+            plan, memory_at_end = _run([*flags, "--vram-budget", f"{int(budget / MIB)}MiB"], occupied=occupied)
     planned = plan.allocated
     peak = counter.peak
-    figures = {"budget_mib": plan.budget / MIB}
+    measured = {"budget_mib": plan.budget / MIB}
     if allocator_counts:
         peak = torch.cuda.max_memory_allocated() - occupied
-        figures["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
+        measured["fragmentation"] = torch.cuda.max_memory_reserved() / torch.cuda.max_memory_allocated() - 1
     elif on_card:  # LiveTensors does not count cuBLAS workspaces
         planned -= THREADS * plan.workload.beside.workspace
-    if figures_at_end != plan.memory:  # the run chose smaller figures when memory ran out
+    if memory_at_end != plan.memory:  # memory ran out, and the run made its passes smaller
         message = f"out of memory within the planned budget of {plan.budget / MIB:,.0f} MiB"
         return judged(False, message, "Close other programs that use the GPU; else report it with doctor.json.")
     off = peak / planned - 1
-    figures |= {"planned_mib": planned / MIB, "measured_mib": peak / MIB, "off": off}
+    measured |= {"planned_mib": planned / MIB, "measured_mib": peak / MIB, "off": off}
     message = f"{peak / MIB:,.0f} MiB of tensors, {planned / MIB:,.0f} planned ({off:+.1%}, {PLAN_BOUND:.0%} allowed)"
     message += f", {plan.memory.recompute_layers} layers recomputed for a budget of {plan.budget / MIB:,.0f}"
     remedy = "Plans are off by as much here: pass a lower --vram-budget, and report it with doctor.json."
-    return judged(abs(off) <= PLAN_BOUND, message, remedy, **figures)
+    return judged(abs(off) <= PLAN_BOUND, message, remedy, **measured)
 
 
 def _freed_card() -> int:

@@ -79,7 +79,10 @@ class QuestionSet:
 
 
 def compare_pairs(pairs: Sequence[tuple[str, str]], seed: int) -> dict:
-    """Returns the content of comparison.json for several pairs; pairs of the same questions are seeds of one set."""
+    """Returns the content of comparison.json for several pairs. `seed` draws the resamples of the bootstrap.
+
+    Pairs of the same questions are one set: their models differ in the seed of the training.
+    """
     sets = question_sets(pairs)
     result = compare_sets([question_set.marks for question_set in sets], seed)
     entries = []

@@ -76,7 +76,7 @@ class BoundedClient(httpx.AsyncClient):
 
 
 class Unanswered(R3LiteError):
-    """A request without a reply. If `passes`, the fault may pass: another try or another server may give a reply.
+    """A request without a reply. If `is_transient`, another try or another server may give one.
 
     `status` is that of the server's refusal, 0 without one; `pause` the seconds that it asks to wait before a new try.
     """
@@ -85,14 +85,14 @@ class Unanswered(R3LiteError):
         self,
         cause: str,
         remedy: str,
-        passes: bool,
+        is_transient: bool,
         status: int = 0,
         pause: float = 0.0,
         *,
         code: str,
     ):
         super().__init__(cause, remedy, code=code)
-        self.passes = passes
+        self.is_transient = is_transient
         self.status = status
         self.pause = pause
 
@@ -134,18 +134,18 @@ class Link:
         """Returns the error of a call without a reply, with what the server says, and without keys."""
         status = error.status
         reason = " ".join(redacted(str(error), *self._keys).split())
-        passes = error.kind in ("timeout", "connection") or status in (408, 429) or status >= 500
+        is_transient = error.kind in ("timeout", "connection") or status in (408, 429) or status >= 500
         verb = "sends"
         if status:
             verb = "refuses:"
             reason = f"status {status}: {reason[:500]}"
-        if passes:
+        if is_transient:
             verb = "does not answer:"
         pause = float(error.retry_after) if error.retry_after.isdecimal() else 0.0
         return Unanswered(
             f"{self.url} {verb} {reason}",
             self.remedy,
-            passes=passes,
+            is_transient=is_transient,
             status=status,
             pause=pause,
             code="no-reply",

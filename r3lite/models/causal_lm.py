@@ -267,7 +267,7 @@ class CausalLM(nn.Module):
         What `input_ids` must hold depends on the context:
         - No context: independent rows, padded on the right.
         - A pack, a prefill or a verification of drafts: the tokens of all rows, laid end to end: [1, N].
-        - A decode step: the next token of each row: [B, 1].
+        - A decode step: the last token of each row, which is not cached yet: [B, 1].
         - A verification of drafts in a CUDA graph: the last token of each row and its draft: [B, T].
 
         The hidden states are already divided by the config's `logits_scaling`, so `logits` does not divide.

@@ -187,8 +187,8 @@ class Layout:
     def _close_answer(self, transcript: Transcript, text: str, ended_by_model: bool) -> None:
         """Adds the step whose answer was forced, with the answer of this turn, and ends the episode.
 
-        The step gets no answer if a limit cut the turn off (not `ended_by_model`), if the turn is blank, or if it only
-        repeats the request for an answer.
+        The step gets no answer if a limit cut the turn off (not `ended_by_model`), if the turn only repeats the request
+        for an answer, or if the protocol reads none: the turn is blank, or has a second answer or a query.
         """
         forced_step = transcript.forced_step
         step = self.protocol.read_answer(text, transcript.steps)

@@ -29,7 +29,7 @@ from r3lite.settings import ProtocolSettings
 FAULTS = {
     "no_step_heading": "does not open with `Step k:`",
     "wrong_step_number": "opens with the wrong number",
-    "no_analysis": "has no problem analysis under its heading, or a blank one, or text before it",
+    "no_analysis": "has no problem analysis, has a blank one, or has text before its first heading",
     "repeated_heading": "writes a heading twice",
     "query_and_queries": "has both a query and a list of queries",
     "unnumbered_query": "does not number its queries from 1, one a line",
@@ -254,7 +254,7 @@ class R3(Protocol):
         )
 
     def _check_verification(self, sections: dict[str, str], faults: list[str]) -> None:
-        """Appends to `faults` if an answer has no verification above it, or a verification no answer.
+        """Appends a fault if an answer has no verification above it, or if there is a verification but no answer.
 
         `sections` are in the order of the turn.
         """

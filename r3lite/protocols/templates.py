@@ -79,18 +79,24 @@ def messages(prompt: str) -> list[dict[str, str]]:
     roles = parts[::2]
     texts = [text.strip() for text in parts[1::2]]
     alternating = ["user"] + ["assistant", "user"] * (len(roles) // 2)
-    if roles != alternating or not all(texts):
+    if roles != alternating:
         remedy = "Alternate [user] and [assistant], with [user] first and last."
         raise R3LiteError(
             "the lines [user] and [assistant] in the opening prompt do not alternate", remedy, code="prompt-turns"
         )
-    if "{question}" not in texts[-1]:
+    if not all(texts):
+        raise R3LiteError(
+            "a message of the opening prompt is empty",
+            "Write a text below each line [user] and [assistant].",
+            code="prompt-message-empty",
+        )
+    texts[0] = f"{instructions.strip()}\n\n{texts[0]}".strip()
+    if any("{question}" in text for text in texts[:-1]):
         raise R3LiteError(
             "the opening prompt has {question} in its example",
             "Move it to the last message.",
             code="prompt-example-question",
         )
-    texts[0] = f"{instructions.strip()}\n\n{texts[0]}".strip()
     return [{"role": role, "content": text} for role, text in zip(roles, texts)]
 
 
@@ -121,12 +127,12 @@ def placeholders(text: str) -> list[str]:
     return re.findall(r"\{(\w+)\}", text)
 
 
-def unfit(text: str, prompt: str) -> str | None:
-    """Returns why a text cannot take the place of a prompt; None if it can.
+def unfit(text: str, first_prompt: str) -> str | None:
+    """Returns why a text cannot take the place of the first prompt of a tuning; None if it can.
 
-    It cannot if it lacks a placeholder of the prompt, repeats one or has another, or if its messages make no chat.
+    It cannot if it lacks a placeholder of that prompt, repeats one or has another, or if its messages make no chat.
     """
-    wanted = Counter(placeholders(prompt))
+    wanted = Counter(placeholders(first_prompt))
     present = Counter(placeholders(text))
     problems = [f"it lost {{{name}}}" for name in wanted if not present[name]]
     problems += [f"it has {{{name}}} {present[name]} times" for name in wanted if present[name] > wanted[name]]

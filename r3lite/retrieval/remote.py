@@ -39,7 +39,7 @@ class Poster(Link):
                 self._tries = OUTLASTING
                 return text
             except Unanswered as error:
-                if not error.passes or number >= self._tries:
+                if not error.is_transient or number >= self._tries:
                     raise
                 pause = PAUSE * 2 ** (number - 1)
                 requested = min(error.pause, LONGEST_PAUSE)

@@ -68,9 +68,8 @@ class Batch:
     """
 
     tokens: Tensor  # [B, T] long
-    action_mask: (
-        Tensor  # [B, T] bool: written by the policy or a teacher; the one mask of all losses, means and denominators
-    )
+    # [B, T] bool: written by the policy or a teacher. This is the one mask of all losses, means and denominators.
+    action_mask: Tensor
     # "At actions": only the numbers at the positions of action tokens mean something.
     logprobs: Tensor  # [B, T] at actions: Rollout.record.logprobs, for sampled rows those that the sampler recorded
     values: Tensor  # [B, T] at actions: the critic's values while sampling

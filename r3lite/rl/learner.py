@@ -76,9 +76,8 @@ class MeasuredLoss:
     """The loss of a micro-batch, and what is measured of its action tokens."""
 
     loss: Tensor  # [] summed over the tokens, with gradients
-    sums: list[
-        Sums
-    ]  # sums of metrics: of each chunk, then of the whole micro-batch; added up later, always in one order
+    # Sums of metrics: of each chunk, then of the whole micro-batch. They are added up later, always in one order.
+    sums: list[Sums]
     log_ratios: Tensor  # [2, N] for the N on-policy tokens; the two rows are those of MeasuredChunk
 
 

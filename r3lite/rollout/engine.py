@@ -217,7 +217,7 @@ class Engine:
         fetcher: Fetcher,
         on_finish: Callable,
     ) -> None:
-        """Takes a sequence that has ended out of its row, or queues the queries of one that searches and parks it."""
+        """Removes a sequence from its row if it has ended; if it searches, queues its queries and parks it."""
         if sequence.finish is not None:
             scheduler.release(sequence)
             on_finish()

@@ -119,7 +119,9 @@ class RolloutWorker:
             if sequences is not None:
                 return sequences
             self.check()  # reads which adapter the worker has
-        raise Unanswered(f"{self.link.url} is also used by another run", REMEDY, passes=True, code="worker-in-use")
+        raise Unanswered(
+            f"{self.link.url} is also used by another run", REMEDY, is_transient=True, code="worker-in-use"
+        )
 
     def _sequence(self, episode: Record, ticket: Ticket) -> Sequence:
         """Returns the sequence of a ticket's episode; raises InvalidRecord unless it begins as the ticket says."""
@@ -163,7 +165,7 @@ class RemoteEngine:
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
         """Reads the policy's adapter. Round `number` is sampled with it, unless that round is sampled ahead already."""
-        if self.adapter and not self.ahead:  # the run was resumed: this is the adapter of the checkpoint
+        if self.draw_ahead and self.adapter and not self.ahead:  # resumed: this is the adapter of the checkpoint
             self._sample_ahead(number, retrieve)
         with tempfile.TemporaryDirectory(prefix="r3lite-") as folder:
             self.save_adapter(Path(folder))
@@ -249,6 +251,7 @@ class RemoteEngine:
         free_slots = [server for server in self.servers for _ in range(server.slots)]
         sampled: dict[int, list[Sequence]] = {}  # by the index of the request's first ticket
         under_way: dict[Future, tuple[Any, int]] = {}
+        failed_servers = []  # they get no more requests in this call
         reason = ""
         while waiting or under_way:
             while waiting and free_slots:
@@ -263,11 +266,13 @@ class RemoteEngine:
                 server, start = under_way.pop(request)
                 try:
                     sampled[start] = request.result()
-                    free_slots.append(server)
+                    if server not in failed_servers:
+                        free_slots.append(server)
                 except (Unanswered, WrongReply) as error:
-                    if isinstance(error, Unanswered) and not error.passes:
-                        raise
+                    if isinstance(error, Unanswered) and not error.is_transient:
+                        raise  # another server would refuse it, too
                     reason = error.cause
+                    failed_servers.append(server)
                     free_slots = [slot for slot in free_slots if slot is not server]
                     waiting.appendleft(start)
                     self.counts["moved_episodes"] += len(tickets[start : start + size])

@@ -139,7 +139,7 @@ class VllmServer:
                 list(pool.map(lambda sequence: self._finish(sequence, fetcher), sequences))
         except Unanswered as error:
             self.name = ""  # vLLM may have been restarted, and then has no adapter
-            error.passes = True
+            error.is_transient = True
             raise
         return sequences
 
@@ -153,7 +153,7 @@ class VllmServer:
         try:
             self.link.text("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
         except Unanswered as error:
-            if error.passes:
+            if error.is_transient:
                 raise
             if "already been loaded" not in error.cause:
                 raise R3LiteError(f"vLLM cannot load {folder}: {error.cause}", START, code=error.code) from error

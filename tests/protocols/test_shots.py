@@ -92,6 +92,7 @@ def test_a_prompt_without_messages_is_the_user_s():
     assert messages("Q: {question}") == [{"role": "user", "content": "Q: {question}"}]
     assert messages("an [user] within {question}")[0]["content"] == "an [user] within {question}"
     assert messages("Think.\n[user]\n{question}") == [{"role": "user", "content": "Think.\n\n{question}"}]
+    assert messages("Q: {question}\n[user]\nThink.") == [{"role": "user", "content": "Q: {question}\n\nThink."}]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +101,7 @@ def test_a_prompt_without_messages_is_the_user_s():
         ("[assistant]\nx\n[user]\n{question}", r"\[user\] and \[assistant\] in the opening prompt do not alternate"),
         ("[user]\nx\n[user]\n{question}", r"\[user\] and \[assistant\] in the opening prompt do not alternate"),
         ("[user]\nx\n[assistant]\n{question}", r"\[user\] and \[assistant\] in the opening prompt do not alternate"),
-        (
-            "[user]\n{question}\n[assistant]\n\n[user]\nx",
-            r"\[user\] and \[assistant\] in the opening prompt do not alternate",
-        ),
+        ("[user]\nx\n[assistant]\n\n[user]\n{question}", "a message of the opening prompt is empty"),
         ("[user]\n{question}\n[assistant]\ny\n[user]\nx", "in its example"),
     ],
 )

@@ -27,3 +27,4 @@ def test_a_prompt_whose_messages_make_no_chat_cannot_take_the_place_of_one():
     assert unfit(first.replace("[assistant]", "[user]"), first) == (
         "the lines [user] and [assistant] in the opening prompt do not alternate"
     )
+    assert unfit(first.replace("{question}", "z"), first) == "it lost {question}"

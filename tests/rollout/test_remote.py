@@ -8,7 +8,7 @@ import pytest
 from r3lite.assembly.rollout_service import RolloutService
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
-from r3lite.llm.http_client import Link
+from r3lite.llm.http_client import Link, WrongReply
 from r3lite.protocols.r3 import R3
 from r3lite.rollout.remote import RemoteEngine, RolloutWorker
 from r3lite.rollout.sampling import Sampler
@@ -111,3 +111,36 @@ def test_an_abandoned_request_is_not_sampled_to_its_end(engine_of, running, monk
     assert service.one_at_a_time.acquire(timeout=10)  # within a token's time, not at the end of the episode
     service.one_at_a_time.release()
     assert 0 < len(steps) < 200
+
+
+class Slots:
+    """A server of two requests at a time. Its first request fails if `fails`; the others take `seconds`."""
+
+    slots = 2
+
+    def __init__(self, fails: bool, seconds: float):
+        self.fails = fails
+        self.seconds = seconds
+        self.requests = 0
+        self.link = Link("http://127.0.0.1:9", "", 1, 1 << 10)  # not used; the engine closes it
+
+    def sample(self, tickets, adapter, retrieve):
+        self.requests += 1
+        if self.fails and self.requests == 1:
+            raise WrongReply("it wrote nonsense", "", code="worker-reply")
+        time.sleep(self.seconds)
+        return tickets
+
+
+def test_a_server_that_failed_gets_no_more_requests_also_if_its_other_request_is_answered():
+    broken = Slots(fails=True, seconds=0.1)
+    sound = Slots(fails=False, seconds=0.5)
+    remote = RemoteEngine([broken, sound], save_adapter=None)
+    assert remote._sampled(list(range(8)), ADAPTER, None) == list(range(8))
+    assert (broken.requests, sound.requests) == (2, 3)
+    remote.close()
+    alone = RemoteEngine([Slots(fails=True, seconds=0.1)], save_adapter=None)
+    with raises(R3LiteError, "no-worker-left", "it wrote nonsense"):
+        alone._sampled(list(range(8)), ADAPTER, None)
+    assert alone.servers[0].requests == 2
+    alone.close()
