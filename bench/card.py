@@ -26,7 +26,7 @@ from bench import card_state, records
 from bench.card_settings import (
     COLD,
     ENDING,
-    LEAST_EPISODES,
+    LEAST_EPISODE_TIME,
     TRAININGS,
     Settings,
     described,
@@ -170,7 +170,7 @@ class Run:
         name = f"{label}-{seed}"
         if name not in self.jobs:
             seconds_left = end_of_training(label, self.total, self.reserve()) - self.now
-            if label == "episode" and seconds_left < LEAST_EPISODES * self.total:
+            if label == "episode" and seconds_left < LEAST_EPISODE_TIME * self.total:
                 return None
             arguments = self.settings.training(label, seed, adapter=adapter, output=self.folder / name)
             stage = Stage(

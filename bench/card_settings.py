@@ -19,15 +19,16 @@ COLD = "cold"  # label of the SFT adapter that RL starts from
 TRAININGS = ("answer", "episode")  # values of --learn, in the order of the trainings
 KINDS = (*TRAININGS, "evaluate")  # kinds of stages that --flags takes
 MIB = 1 << 20
-# A training goes on until its time is over. Its number of rounds is not known before, so the learning rate is constant.
+# A training goes on until its time is over. Its number of rounds is not known before, so the learning rate is constant:
+# it never falls below 1 times its peak.
 BY_THE_CLOCK = ("--max-steps", "10000", "--warmup", "0", "--min-learning-rate", "1", "--save-every", "5")
 
 # Shares of the time of the whole run.
-EVALUATION = 0.25  # reserved for the last evaluation as long as no evaluation was measured
+EVALUATION = 0.25  # reserved for the last evaluation and the end, as long as no evaluation was measured
 ENDING = 0.05  # reserved for saving the last checkpoint, and for comparisons
 MOST_RESERVED = 0.6  # limit of what is reserved
-LEAST_EPISODES = 0.1  # RL on whole episodes is not started with less time
-# Other shares.
+LEAST_EPISODE_TIME = 0.1  # RL on whole episodes is not started with less time
+# Of other times.
 MARGIN = 1.5  # time reserved for the last evaluation, as a multiple of the longest one so far
 ANSWERS = 0.6  # share of `--learn answer` in the time of both trainings
 
@@ -87,7 +88,8 @@ class Settings:
     def environment(self) -> dict[str, str]:
         """Returns the environment of all stages.
 
-        Each process gets an equal share of the CPU's cores, on which documents are retrieved.
+        Each process gets an equal share of the CPU's cores, on which documents are retrieved, unless OMP_NUM_THREADS is
+        set.
         """
         cores = os.cpu_count() or 1
         return {"OMP_NUM_THREADS": str(max(1, cores // self.processes))} | os.environ
@@ -167,6 +169,7 @@ def check(settings: Settings) -> None:
         for label in TRAININGS:
             config = resolve("ppo", PpoConfig(), settings.training(label, seed, adapter=adapter, output=output))
             config.check_settings("ppo")
+            check_required(config)
             reinforcement.check(config)
             if config.rl.learn != label:
                 raise UsageError(f"--flags {label} changes --learn: remove it", code="flags-change-learn")
@@ -176,7 +179,6 @@ def check(settings: Settings) -> None:
                     code="flags-exclude",
                 )
         resolve("evaluate", EvaluateConfig(), settings.evaluation(adapter, output)).check_settings("evaluate")
-    check_required(config)
 
 
 def reserved(total: float, evaluation: float | None) -> float:

@@ -13,12 +13,12 @@ file is read once before the searches, so that it is in the system's cache. Quer
 import argparse
 import json
 import multiprocessing
-import os
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import faiss
 import numpy as np
 
 from bench.records import ROOT, commit, processor, read
@@ -40,9 +40,10 @@ RESULTS = ROOT / "bench" / "results" / "retrieval.json"
 CLUSTER_SIZE = 100  # vectors
 QUERIES = 500
 K = 10  # nearest vectors that a query searches for
-FILE_KINDS = ("flat", "sq8")  # files of the vectors: in fp32 and in fp16
+# The vectors are in a file in fp32, named after the index "flat", and in one in fp16, named after "sq8".
+FILE_KINDS = ("flat", "sq8")
 FLAT_FILE_INDEXES = ("flat", "hnsw")  # kinds of index that are built from the vectors in fp32
-WIKIPEDIA = 21_015_324  # passages of the dump of December 2018 in 100 words each
+WIKIPEDIA = 21_015_324  # passages of 100 words in the dump of December 2018
 MIB = 1 << 20
 GIB_SHIFT = 30  # x GiB are x << 30 bytes
 KIB_PER_MIB = 1024
@@ -98,7 +99,7 @@ def peak_mib() -> float:
 def build(folder: Path, kind: str, d: int, results: multiprocessing.Queue) -> None:
     """Builds an index of the vectors in the folder and writes it there. Puts a dictionary into the queue.
 
-    The dictionary has the CPU seconds, and the peak memory in MiB beyond the peak of the process before.
+    The dictionary has the CPU seconds, and by how many MiB building raised the peak memory of this process.
     """
     peak_before = peak_mib()
     start = time.process_time()
@@ -151,7 +152,7 @@ def measure(count: int, dimensions: list[int], parent_folder: str | None) -> Non
                 row |= in_new_process(build, folder, kind, d) | {"bytes": (folder / "index").stat().st_size}
                 row |= in_new_process(search, folder, kind)
                 row |= {"date": time.strftime("%Y-%m-%dT%H:%MZ", time.gmtime()), "commit": commit(ROOT)}
-                row |= {"processor": processor("cpu"), "threads": int(os.environ.get("OMP_NUM_THREADS", 0))}
+                row |= {"processor": processor("cpu"), "threads": faiss.omp_get_max_threads()}
                 print(json.dumps(row), flush=True)
                 write_json(RESULTS, {"runs": [*read(RESULTS), row]})
 
@@ -201,7 +202,7 @@ def main() -> None:
     parser.add_argument("--vectors", type=int, default=100_000)
     parser.add_argument("--dimensions", type=int, nargs="+", default=[384, 768])
     parser.add_argument(
-        "--place", help="folder for the vectors, by default the system's: 6 bytes a number and the index"
+        "--place", help="folder for temporary files [the system's]: 6 bytes for each number of a vector, and an index"
     )
     parser.add_argument("--page", action="store_true", help="only write the page")
     flags = parser.parse_args()

@@ -78,4 +78,13 @@ def test_an_episode_s_answer_documents_and_record():
     assert set(record) >= {"id", "question", "answers", "prediction", "steps", "finish"}
     assert (record["finish"], len(record["steps"])) == ("answered", 3)
     assert Episode(question(), steps[:2]).prediction == ""
-    assert Episode(question()).finish == "cut_off"
+    assert Episode(question()).finish is None
+
+
+def test_of_two_gold_paragraphs_one_of_which_begins_the_other_each_is_recognized():
+    short = Document("a", "Brenn", "Brenn is a film.")
+    long = Document("b", "Brenn", "Brenn is a film. Ann Dahl directed it.")
+    for gold in ((short, long), (long, short)):
+        question = Question("1", "q", ("x",), gold=gold)
+        assert [question.gold_index(document) for document in gold] == [0, 1]
+        assert question.gold_index(Document("c", "Brenn", "Ann Dahl directed it.")) == gold.index(long)

@@ -43,8 +43,11 @@ PACKAGES = ("hypothesis", "gguf", "torch", "tokenizers")
 
 
 def run(kind: str, count: int) -> dict:
-    """Tries inputs of a kind; returns how many were tried, held, refused and answered, and the problems."""
-    ways: Counter[str] = Counter()
+    """Tries inputs of a kind.
+
+    Returns how many were tried, held, refused and answered, the problems, and their number as "found".
+    """
+    by_outcome: Counter[str] = Counter()  # how many were refused, and how many answered
     problems = []
     with tempfile.TemporaryDirectory() as folder:
         attack = KINDS[kind](Path(folder))
@@ -52,7 +55,7 @@ def run(kind: str, count: int) -> dict:
             inputs = examples(attack.strategy, count)
             for example in inputs:
                 outcome = judge_within_limits(attack.judge, example)
-                ways[outcome.way] += 1
+                by_outcome[outcome.way] += 1
                 if outcome.problem:
                     problems.append({"example": example.name[:300], "problem": outcome.problem})
                     print(f"{example.name[:300]}\n    {outcome.problem}", flush=True)
@@ -60,7 +63,7 @@ def run(kind: str, count: int) -> dict:
             attack.close()
     tried = len(inputs)
     held = tried - len(problems)
-    return {"tried": tried, "held": held, "found": len(problems), **ways, "problems": problems}
+    return {"tried": tried, "held": held, "found": len(problems), **by_outcome, "problems": problems}
 
 
 def main() -> int:

@@ -183,7 +183,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         ranks=ranks,
         mean_entropies=learner.mean_entropies,
     )
-    teacher_model = teacher.build_teacher(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
+    run_teacher = teacher.build_teacher(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
     sampler_type = AnswerSampler if config.rl.learn == "answer" else RoundSampler
     round_sampler = sampler_type(
         config=config,
@@ -214,7 +214,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         state=state,
         guard=guard,
         episodes_file=run.output / run_files.EPISODES,
-        teacher=teacher_model,
+        teacher=run_teacher,
         spans=spans,
     )
     return trainer, validation

@@ -104,8 +104,7 @@ class Round:
             turns=[sampled_turns(sequence) for sequence in sequences],
             logprobs=[sequence.logprobs for sequence in sequences],
         )
-        metrics |= mixed_groups(rewards, groups)
-        return metrics | self.extra_metrics
+        return metrics | mixed_groups(rewards, groups) | self.extra_metrics
 
     def records(self, number: int) -> list[dict]:
         """Returns the lines that round `number` adds to episodes.jsonl."""
@@ -367,9 +366,8 @@ class RoundSampler:
         attempt = 0
         while len(learned_groups) < group_count and attempt < rl.refill_limit:
             attempt += 1
-            missing_groups = group_count - len(learned_groups)
             used = {sequence.question.id for sequence in this_round.sequences}
-            questions, seeds = self.order.of_refill(number, attempt, size=missing_groups, used=used)
+            questions, seeds = self.order.of_refill(number, attempt, size=group_count - len(learned_groups), used=used)
             sequences = self.sample_episodes(self.engine.run, questions, seeds)
             next_group = max(this_round.groups) + 1
             groups = [next_group + i // rl.num_generations for i in range(len(sequences))]

@@ -102,14 +102,18 @@ class Question:
     def gold_index(self, document: Document) -> int | None:
         """Returns the index in `gold` of the paragraph that `document` shows; None if it is no gold paragraph.
 
-        `gold_by` says how it is recognized. Texts match if one is a part of the other, because passages may be cut.
+        `gold_by` says how it is recognized. Texts match if one is a part of the other, because passages may be cut. Of
+        several paragraphs that match, the one with the same text counts, else the first.
         """
+        index = None
         for i, gold in enumerate(self.gold):
             if folded(gold.title) != folded(document.title):
                 continue
-            if self.gold_by == "title" or _is_part(gold.text, document.text):
+            if self.gold_by == "title" or gold.text == document.text:
                 return i
-        return None
+            if index is None and _is_part(gold.text, document.text):
+                index = i
+        return index
 
     def paragraph_key(self, document: Document) -> Hashable:
         """Returns a key that is equal for documents of the same paragraph.
@@ -124,15 +128,13 @@ class Question:
 
     def gold_indices(self, documents: Iterable[Document]) -> set[int]:
         """Returns the indices of the gold paragraphs among `documents`."""
-        return {index for index in map(self.gold_index, documents) if index is not None}
+        return set(map(self.gold_index, documents)) - {None}
 
 
 def _is_part(text: str, other_text: str) -> bool:
     """Tells whether one of two texts is a part of the other; a blank text is part of a blank one only."""
-    shorter, longer = sorted((folded(text), folded(other_text)), key=len)
-    if not shorter:
-        return not longer
-    return shorter in longer
+    shorter, longer = sorted(map(folded, (text, other_text)), key=len)
+    return shorter in longer if shorter else not longer
 
 
 @dataclass(frozen=True)
@@ -234,7 +236,7 @@ class Episode:
     steps: list[Step] = field(default_factory=list)
     # How the episode ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING. None: it goes on. The layout decides this for
     # sampled episodes (`Transcript.finish`). A teacher's trace that is scored like an episode has ANSWERED.
-    finish: str | None = CUT_OFF
+    finish: str | None = None
     tokens_written: int | None = None  # number of tokens that the model wrote; None: not known, as for a trajectory
     failure: str | None = None  # why the retriever failed at a query; the episode must not be scored. None: no failure
 

@@ -30,11 +30,11 @@ HEAD_DIM = 256
 INTERVAL = 4  # every fourth layer has attention
 ROTARY_SHARE = 0.25  # the part of a head that is rotated
 KERNEL = 4  # tokens that the convolution sees
-MAX_TAPS = 16
 KEY_HEADS = 16
 VALUE_HEADS = 32
 DELTA_DIM = 128  # of a key, and of a value
 LARGEST = 1 << 12  # a config.json with a larger number of heads or size of a head is refused
+MAX_TAPS = 16  # a config.json with a longer convolution is refused
 
 
 class GatedAttention(Attention):
@@ -60,7 +60,7 @@ class GatedAttention(Attention):
         qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=2)
         qkv = rotate_(qkv, heads=self.heads + self.kv_heads, cos=cos, sin=sin)
         q, kv = qkv.transpose(1, 2).split((self.heads, 2 * self.kv_heads), dim=1)
-        out = context.attend(self.layer_idx, q, kv)  # [B, T, H D]
+        out = context.attend(self.layer_idx, q, kv)  # [B, T, H D]; these layers have no window and the usual scale
         out = out * torch.sigmoid(gate.flatten(2))
         return project((self.o_proj,), out, residual)
 
@@ -197,5 +197,7 @@ def _rotary_dims(record: Record, head_dim: int) -> int:
     share = source.number("partial_rotary_factor", ROTARY_SHARE, low=0, high=1, above=True)
     dims = int(head_dim * share)
     if dims % 2 or dims == 0:
-        raise record.error(f"partial_rotary_factor {share:g} of head_dim {head_dim} is not an even number")
+        raise record.error(
+            f"partial_rotary_factor {share:g} rotates {dims} of {head_dim} numbers; they must be even and above 0"
+        )
     return dims

@@ -59,7 +59,7 @@ class Layout:
         self.turn_text = TurnText(self.tokenizer, self.protocol, self._thoughts)
         self.observations = Observations(self.tokenizer, self.protocol, self._thoughts)
         if isinstance(self.protocol, ThinkingChat):
-            self.tokenizer.check_thinking()
+            self.tokenizer.refuse_if_thinking_is_off()
 
     def prompt(self, text: str, earlier: Sequence[dict[str, str]] = (), procedure: str = "") -> list[int]:
         """Returns the tokens of the prompt: all that comes before the model's first turn, without documents.
@@ -268,8 +268,7 @@ class Layout:
             documents = [search.documents for search in step.searches]
             transcript.add_step(self.observations.cut(step, documents, document_tokens))
             if step.answer is None:
-                observation = self.observations.of_documents(transcript, transcript.steps)
-                transcript.observe(observation)
+                transcript.observe(self.observations.of_documents(transcript, transcript.steps))
         return transcript
 
     def _force_answer(self, transcript: Transcript, step: Step, fault: str) -> None:

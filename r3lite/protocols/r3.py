@@ -79,7 +79,7 @@ class R3(Protocol):
     """
 
     init_prompt: str
-    # The user turn with documents. It has {documents}, and perhaps {question}, and {step}: the number of the next step.
+    # The user turn with documents. It has {documents}; it may have {question} and {step}, the number of the next step.
     step_prompt: str
     system: str | None = None
     most_queries: int = 1  # how many queries a step may have

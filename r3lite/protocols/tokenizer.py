@@ -469,7 +469,7 @@ class Tokenizer:
         """
         thinks = THOUGHT_END in text and (self.opens_thought or text.lstrip().startswith(THINK))
         if thinks:
-            self.check_thinking()
+            self.refuse_if_thinking_is_off()
             markup = EMPTY_THOUGHT.sub("", markup)
         if not self.opens_thought:
             return markup, text
@@ -480,7 +480,7 @@ class Tokenizer:
             text = f"\n{THOUGHT_END}\n\n{text}"
         return markup + thought_start, text
 
-    def check_thinking(self) -> None:
+    def refuse_if_thinking_is_off(self) -> None:
         """Raises R3LiteError if thinking is off: the template writes an empty thought before each reply."""
         if self._thinking_is_off:
             cause = "the data have replies with a thought in <think>, but thinking is off in the chat template"

@@ -16,8 +16,8 @@ class Transcript(TokenRecord):
     """The tokens of one episode and its steps so far.
 
     In a turn with a *forced answer* the layout writes the heading of the answer, and the model writes only the answer.
-    The layout forces an answer if the model searches again after --max-hops steps that search, after a turn that a
-    limit cut off, where no documents fit, and in some baselines.
+    The layout forces an answer if the model searches again although --max-hops steps have searched, if a limit cut the
+    turn off, if no document fits, and in some baselines.
     """
 
     question: Question

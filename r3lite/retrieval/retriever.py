@@ -26,12 +26,11 @@ def retrieve_nothing(pairs: list[tuple[Question, str]]) -> list[list[Document]]:
 
 
 # Functions that build a retriever from the setup and the number of documents per query, by the value of --retriever.
-# `setup.findable_places(questions)` returns, for each question, the indices in `setup.documents` that its searches may
-# find: those of the question's own paragraphs, if `--context` is "question". Otherwise it returns None: all. `lexical`
-# and `hybrid` pass it on themselves.
 # Web services and URLs (of a retrieval server or a Qdrant collection) have no entry: `_build_one` imports the functions
 # that build their retrievers.
 RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
+    # `findable_places` limits the searches of a question to its own paragraphs, with --context question. `lexical` and
+    # `hybrid` read it from the setup themselves.
     "semantic": lambda setup, top_k: RankingRetriever(setup.index, top_k, setup.findable_places),
     "lexical": lexical_retriever,
     "hybrid": hybrid_retriever,

@@ -56,10 +56,10 @@ class EpisodeReward:
     def signal(self) -> float:
         """The number by which we tell whether the episodes of a group differ: `answer_reward`, if the run has one.
 
-        Without rewards for answers it is the total. The signals decide which groups are refilled and which are expanded
-        first, and give the metric frac_reward_zero_std. Advantages always come from the total. But the total would not
-        serve here: a group of wrong answers that differ only in recall would count as varied, and would not be replaced
-        by a better group.
+        Without rewards for answers it is the total. The signals decide which groups a refill replaces and which are
+        expanded first, and give the metric frac_reward_zero_std. Advantages always come from the total. But the total
+        would not serve here: a group of wrong answers that differ only in recall would count as varied, and would not
+        be replaced by a better group.
         """
         if self.answer_reward is None:
             return self.total

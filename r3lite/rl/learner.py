@@ -76,7 +76,8 @@ class MeasuredLoss:
     """The loss of a micro-batch, and what is measured of its action tokens."""
 
     loss: Tensor  # [] summed over the tokens, with gradients
-    # Sums of metrics: of each chunk, then of the whole micro-batch. They are added up later, always in one order.
+    # Sums of metrics over each chunk, then those that are only known of the whole micro-batch: loss, numbers of tokens,
+    # the critic's. No metric is in both. They are added up later, always in one order.
     sums: list[Sums]
     log_ratios: Tensor  # [2, N] for the N on-policy tokens; the two rows are those of MeasuredChunk
 
@@ -188,7 +189,7 @@ class Learner:
         The reference is the same base with another adapter or with none. Rows of other ranks are 0.
         """
         with use_adapter(self.model, self.reference):
-            return self.policy_logprobs(batch)
+            return self._measure_actions(action_logprobs, batch)
 
     def policy_logprobs(self, batch: Batch) -> Tensor:
         """Returns the log-probabilities [B, T] of the action tokens under the active adapter.

@@ -144,7 +144,8 @@ def _last_step(run: RunFolder, done: int, total: int) -> int:
 def _say_how_to_go_on(run: RunFolder, error: BaseException) -> None:
     """Prints the command that continues a run which an error or an interruption ends.
 
-    Prints nothing for a Collapse, whose message has its own remedy, nor for an error before the first checkpoint.
+    Before the first checkpoint, an interruption prints how to begin again, and an error prints nothing. Nor does a
+    Collapse, whose message has its own remedy.
     """
     if run.saved_step is not None and not isinstance(error, Collapse):
         print(f"\nsaved step {run.saved_step}; continue with: {run.resume_command}", file=sys.stderr)

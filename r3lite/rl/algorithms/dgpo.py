@@ -1,7 +1,7 @@
 """Distillation-guided policy optimization (arXiv 2508.20324): successes learn by GRPO, failures from a teacher.
 
 advantages  GRPO's: (R_i - mean R) / (std R + eps) over all episodes of one question, failed ones too
-loss        of an episode that succeeded, GRPO's with beta 0: -min(ratio A, clip(ratio, 1 - low, 1 + high) A)
+loss        of an episode that succeeded, GRPO's (beta is 0 by default): -min(ratio A, clip(ratio, 1 - low, 1 + high) A)
             - c_H entropy
             of an episode that failed, at each of its tokens: w KL(p || q) = w sum_v p_v log(p_v / q_v). p is the
             teacher's distribution, q the policy's, both at temperature 1; v is a token id, w --teacher-weight
