@@ -430,7 +430,10 @@ def test_defaults_of_windows_and_patterns_are_those_of_transformers(tmp_path):
         ({"model_type": "qwen3_5_text", "layer_types": ["conv", FULL]}, "layer_types has 'conv'"),
         ({"model_type": "qwen3_5_text", "layer_types": [FULL]}, "layer_types has 1 layers"),
         ({"model_type": "qwen3_5_text", "linear_num_key_heads": 5}, "linear_num_value_heads 32 is no multiple"),
-        ({"model_type": "qwen3_5_text", "partial_rotary_factor": 0.02}, "partial_rotary_factor 0.02 of head_dim 256"),
+        (
+            {"model_type": "qwen3_5_text", "partial_rotary_factor": 0.02},
+            "partial_rotary_factor 0.02 rotates 5 of 256 numbers",
+        ),
         ({"model_type": "qwen3_5_text", "rope_parameters": LLAMA3}, "type 'llama3'"),
         ({"model_type": "qwen3", "head_dim": 31}, "head_dim is 31"),
         ({"model_type": "llama", "num_attention_heads": 3}, "do not divide"),

@@ -17,7 +17,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.rl.batch import Batch, Rollout, action_logprobs, action_states
 from r3lite.rollout import drafts, engine
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.drafts import Agreement, Drafter, worthwhile
+from r3lite.rollout.drafts import SamplingResult, Drafter, worthwhile
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sampling_batches import sampling_batches
@@ -211,7 +211,7 @@ def accept_all(rows, proposed, sample, append, turn_is_over):
         sequence.values += [0.0] * len(draft)
         append(sequence, sampled[id(sequence)])
     lengths = [len(draft) for draft in proposed]
-    return Agreement(examined=lengths, accepted=lengths, finite=[sequence for (sequence,) in rows])
+    return SamplingResult(examined=lengths, accepted=lengths, surviving=[sequence for (sequence,) in rows])
 
 
 def test_drafts_that_are_not_verified_change_the_tokens(engine_of, monkeypatch):
@@ -388,7 +388,7 @@ def test_drafts_stop_where_they_are_refused():
     for _ in range(12):
         (draft,) = drafter.propose([sequence], [9])
         lengths.append(len(draft))
-        drafter.record(Agreement(examined=[1 if draft else 0], accepted=[0], finite=[]))
+        drafter.record(SamplingResult(examined=[1 if draft else 0], accepted=[0], surviving=[]))
     assert lengths[0] == 6 and lengths[-1] < lengths[0]
     assert sorted(lengths, reverse=True) == lengths
 
