@@ -17,7 +17,7 @@ from r3lite.protocols.registry import build_protocol
 from r3lite.rl.batch import Batch, Rollout, action_logprobs, action_states
 from r3lite.rollout import drafts, engine
 from r3lite.rollout.decoder import Decoder, GraphDecoder
-from r3lite.rollout.drafts import SamplingResult, Drafter, worthwhile
+from r3lite.rollout.drafts import Drafter, SamplingResult, worthwhile
 from r3lite.rollout.lanes import LaneEngine, Lanes, Visitor
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.sampling_batches import sampling_batches
