@@ -10,7 +10,7 @@ questions of the run count, and of those that are answered by yes or no, as many
 run learns which of both is more frequent.
 
 The reward of an end is p, the probability that the policy writes the right answer after the analysis of this end
-(VeriFree, arXiv 2505.21493, equation 4). Exact match is 0 or 1, and often equal for all ends of a context; p tells them
+(VeriFree, arXiv 2505.21493). Exact match is 0 or 1, and often equal for all ends of a context; p tells them
 apart. It is the expected exact match of the analysis, if an answer counts as right in one wording only. For the ends i
 of a context the gradient is that of the mean of p:
 
@@ -23,9 +23,9 @@ bench/results/recipe.json has the results (trial 5). For the format r3 alone, on
 import argparse
 import random
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest import mock
 
 import torch
@@ -38,6 +38,7 @@ from r3lite.assembly.reinforcement import RLTrainer
 from r3lite.core.episode import ANSWERED, Question
 from r3lite.core.spans import Stopwatch
 from r3lite.core.token_record import TokenRecord
+from r3lite.datasets.order import Passes
 from r3lite.datasets.trajectories import read_rows
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.tokenizer import Tokenizer
@@ -118,14 +119,8 @@ class DemonstratedContexts(AnswerSampler):
     def _draw(self, number: int) -> tuple[list[SampledSequence], list[SampledSequence]]:
         """Returns the contexts of a round, twice: they are what was drawn, too. Each pass over all is shuffled anew."""
         size = self.config.rl.batch_size
-        order: list[int] = []
-        passes = 0
-        while len(order) < number * size:
-            indices = list(range(len(self.contexts)))
-            random.Random(f"{self.config.common.seed}/{passes}").shuffle(indices)
-            order += indices
-            passes += 1
-        contexts = [self.contexts[i] for i in order[(number - 1) * size : number * size]]
+        passes = Passes(len(self.contexts), f"{self.config.common.seed}/")
+        contexts = [self.contexts[i] for i in passes.rows((number - 1) * size, number * size)]
         return contexts, contexts
 
 
@@ -182,32 +177,27 @@ class LikelihoodTrainer(RLTrainer):
         with watch.stage("likelihood"):
             records = [record for _, record in answers.values()]
             rewards |= dict(zip(answers, self._likelihoods(records), strict=True))
-        rollouts = []
-        advantages = []
-        for group in sorted(set(sampled.groups)):
-            members = [i for i in sorted(rewards) if sampled.groups[i] == group]
-            if len(members) < 2:
-                continue
-            group_rewards = torch.tensor([rewards[i] for i in members])
-            of_analyses = leave_one_out(group_rewards, torch.zeros(len(members), dtype=torch.long))
-            for i, advantage in zip(members, of_analyses.tolist(), strict=True):
-                end = sampled.sequences[i]
-                length = answers[i][0] if i in answers else len(end.tokens)
-                analysis = end.first(length)
-                if any(analysis.action_mask):
-                    analysis.values = [0.0] * len(analysis.logprobs)
-                    rollouts.append(Rollout(analysis, token_rewards=[], group=group))
-                    advantages.append(advantage)
-            for i in members:
-                if i in answers:
-                    # Off-policy rows come last in their group. The KL from the reference is measured without them.
-                    rollouts.append(Rollout(answers[i][1], token_rewards=[], group=group, off_policy=True))
-                    advantages.append(rewards[i])
+        sizes = Counter(sampled.groups[i] for i in rewards)
+        ends = [i for i in sorted(rewards) if sizes[sampled.groups[i]] > 1]  # a single end has none to be compared with
+        groups = [sampled.groups[i] for i in ends]
+        of_analyses = leave_one_out(torch.tensor([rewards[i] for i in ends]), torch.tensor(groups)).tolist()
+        rows: list[tuple[Rollout, float]] = []  # with their advantages
+        for i, group, advantage in zip(ends, groups, of_analyses, strict=True):
+            end = sampled.sequences[i]
+            start, answer = answers.get(i, (len(end.tokens), None))
+            analysis = end.first(start)
+            if any(analysis.action_mask):
+                rows.append((Rollout(analysis, token_rewards=[], group=group), advantage))
+            if answer is not None:
+                # The KL from the reference is measured without off-policy rows.
+                rows.append((Rollout(answer, token_rewards=[], group=group, off_policy=True), rewards[i]))
+        rows.sort(key=lambda row: (row[0].group, row[0].off_policy))  # off-policy rows come last in their group
         algorithm = GivenAdvantages(self.learner.settings, self.learner.algorithm.lengths)
-        algorithm.advantages = torch.tensor(advantages)
+        algorithm.advantages = torch.tensor([advantage for _, advantage in rows])
         with watch.stage("update"):
             learner = replace(self.learner, algorithm=algorithm)
-            record = learner.learn(Batch.of(rollouts), seed=f"{self.config.common.seed}/{number}")
+            batch = Batch.of([rollout for rollout, _ in rows])
+            record = learner.learn(batch, seed=f"{self.config.common.seed}/{number}")
         return record | {"likelihood": statistics.fmean(rewards.values())}
 
     def _likelihoods(self, records: Sequence[TokenRecord]) -> list[float]:
@@ -227,8 +217,6 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--demonstrations", nargs="+", type=Demonstrations.parse, required=True, metavar="FILE=COUNT")
     flags, of_ppo = parser.parse_known_args(argv)
-    for demonstrations in flags.demonstrations:
-        assert Path(demonstrations.file).exists(), f"{demonstrations.file}: no such file"
     with (
         mock.patch.object(DemonstratedContexts, "files", flags.demonstrations),
         mock.patch.object(reinforcement, "AnswerSampler", DemonstratedContexts),
