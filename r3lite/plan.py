@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, get_args
 from r3lite.core import command
 from r3lite.core.errors import UsageError
 from r3lite.core.files import load_toml
-from r3lite.settings import CardSettings, DataSettings, OptionalQuestionSettings, PlanSettings, PpoConfig, SftConfig
+from r3lite.settings import CardSettings, DataSettings, OptionalRlQuestionSettings, PlanSettings, PpoConfig, SftConfig
 from r3lite.settings.rl import Algorithm
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ class PlanSftConfig(SftConfig):
 
 class PlanRlConfig(PpoConfig):
     __doc__ = PlanSftConfig.__doc__
-    data: OptionalQuestionSettings = OptionalQuestionSettings()
+    data: OptionalRlQuestionSettings = OptionalRlQuestionSettings()
     elsewhere: CardSettings = CardSettings()
 
 

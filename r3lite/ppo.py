@@ -21,7 +21,7 @@ def train(config: PpoConfig) -> None:
 def plan(config: PpoConfig) -> str:
     """Checks the settings and returns, for `--dry-run`, the plan of memory and time, the number of questions and
     rounds, and when the run validates."""
-    from r3lite.assembly import reinforcement
+    from r3lite.assembly import reinforcement, rl_questions
     from r3lite.assembly.rl_setup import plan_memory
     from r3lite.datasets.summary import summary_of_rl
     from r3lite.training.run_folder import check_folder
@@ -30,7 +30,7 @@ def plan(config: PpoConfig) -> str:
     check_folder("ppo", config)
     data = summary_of_rl(config)
     if data.questions:  # empty if the data are not here yet
-        reinforcement.check_questions(config, data.questions)
+        rl_questions.check(config, data.questions)
         reinforcement.retrieval_setup(config, data.questions).check()
     memory = plan_memory(config, questions=data.count)
     text = f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}\n\n{data.text}"

@@ -25,12 +25,15 @@ VARIANTS = {
     "exgrpo": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05",
     "hybrid": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05 --trace-min-outcome 1",
     "dgpo": "--teacher tiny --nf4-cache none --kl-beta 0.05 --expand-limit 3",
+    "verifree": "--length-constant 32",
 }
 
 
 def variant(cold: Path, output: Path, name: str, *more: str) -> list[str]:
     traces = ["--traces", str(cold / "rows.jsonl")] if ALGORITHMS[name].has_traces else []
-    return arguments(cold, output, "--algorithm", name, *SHORT.split(), *VARIANTS[name].split(), *traces, *more)
+    contexts = ["--contexts", str(cold / "rows.jsonl")] if ALGORITHMS[name].learns_right_answers else []
+    flags = [*SHORT.split(), *VARIANTS[name].split(), *traces, *contexts]
+    return arguments(cold, output, "--algorithm", name, *flags, *more)
 
 
 # A run's state is the same with these as with others, or they are killed and resumed by a test of their own below.

@@ -36,8 +36,9 @@ ALGORITHM_FLAGS = {
     "exgrpo": f"{REPLAY_FLAGS} --max-steps 3 --limit 2",
     "hybrid": f"{REPLAY_FLAGS} --trace-min-outcome 1 --max-steps 3 --limit 2",
     "dgpo": "--teacher tiny --nf4-cache none --kl-beta 0.05 --expand-limit 3",
+    "verifree": "--kl-budget 0.01",
 }
-TRACED = ("luffy", "hybrid")  # algorithms that read a file of trajectories
+DEMONSTRATED = {"luffy": "--traces", "hybrid": "--traces", "verifree": "--contexts"}  # flags of files of trajectories
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class Case:
 def _rl(algorithm: str, *flags: str, judge: bool = False) -> Callable[[Path, Path, str], list[str]]:
     def arguments(fixtures: Path, output: Path, server_url: str) -> list[str]:
         data = ["--data", str(WORLD / "train.jsonl"), "--limit", "6", "--index", str(fixtures / "index")]
-        traces = ["--traces", str(fixtures / "rows.jsonl")] if algorithm in TRACED else []
+        demonstrations = [flag, str(fixtures / "rows.jsonl")] if (flag := DEMONSTRATED.get(algorithm)) else []
         common = [*TINY, *data, "--adapter", str(fixtures / "sft"), *RL_FLAGS.split(), "--algorithm", algorithm]
         judging = [*judge_flags(server_url), "--outcome-judge", "0.5"] if judge else []
         own_flags = ALGORITHM_FLAGS[algorithm].split()
-        return [*common, *traces, *own_flags, *judging, *flags, "--output", str(output / "run")]
+        return [*common, *demonstrations, *own_flags, *judging, *flags, "--output", str(output / "run")]
 
     return arguments
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.core.config import UsageError, flag
-from r3lite.core.episode import SEARCHING, Question
+from r3lite.core.episode import SEARCHING
 from r3lite.core.errors import R3LiteError
 from r3lite.core.spans import Stopwatch
 from r3lite.datasets.sources import protocols_of
@@ -57,12 +57,17 @@ class AnswerRound(Round):
         }
 
 
+@dataclass
 class AnswerSampler(RoundSampler):
     """Samples the rounds of --learn answer: --batch-size contexts, each with --num-generations ends."""
 
     engine: Engine  # never a remote engine, which has no `end_again`
+    # By the id of their question, see answer_contexts.py. None: contexts are sampled for each round.
+    contexts: dict[str, Sequence] | None = None
 
     def __post_init__(self):
+        if self.contexts is not None:
+            self.questions = [question for question in self.questions if question.id in self.contexts]
         super().__post_init__()
         self.order = replace(self.order, generations=1)  # one whole episode of each question
 
@@ -95,19 +100,23 @@ class AnswerSampler(RoundSampler):
     def _draw(self, number: int) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the whole episodes of a round, and --batch-size of them that are contexts.
 
-        There are fewer contexts if the limit of draws is reached. Questions are drawn in batches, since episodes that
-        are sampled together take hardly longer than one. A batch has as many questions as are expected to yield the
-        missing contexts: the share of contexts so far is taken for theirs.
+        With --contexts both are the demonstrations of the next questions. Else there are fewer contexts if the limit of
+        draws is reached. Questions are drawn in batches, since episodes that are sampled together take hardly longer
+        than one. A batch has as many questions as are expected to yield the missing contexts: the share of contexts so
+        far is taken for theirs.
         """
         size = self.config.rl.batch_size
         drawn: list[Sequence] = []
         contexts: list[Sequence] = []
         questions, seeds = self.order.of_round(number, size)
+        if self.contexts is not None:
+            contexts = [self.contexts[question.id] for question in questions]
+            return contexts, contexts
         attempt = 0
         while True:
             sampled = self.sample_episodes(self.engine.run, questions, seeds)
             drawn += sampled
-            contexts += [sequence for sequence in sampled if is_context(sequence)]
+            contexts += [sequence for sequence in sampled if self.is_usable(sequence)]
             limit = DRAWS_PER_CONTEXT * size
             if not contexts:
                 limit = max(limit, MIN_DRAW_LIMIT)
@@ -134,6 +143,10 @@ class AnswerSampler(RoundSampler):
             )
         return drawn, contexts[:size]
 
+    def is_usable(self, sequence: Sequence) -> bool:
+        """Returns whether ends of an episode can be learned."""
+        return is_context(sequence)
+
 
 def is_context(sequence: Sequence) -> bool:
     """Returns whether the documents in an episode, which may have been cut to fit, have every gold paragraph."""
@@ -144,6 +157,10 @@ def check(config: PpoConfig) -> None:
     """Raises UsageError if a setting makes no sense with --learn answer."""
     rl = config.rl
     if rl.learn != "answer":
+        if ALGORITHMS[rl.algorithm].learns_right_answers:
+            raise UsageError(
+                f"--algorithm {rl.algorithm} learns last turns: pass --learn answer", code="algorithm-of-answers"
+            )
         return
     if not learns_from_ends(ALGORITHMS[rl.algorithm]):
         names = ", ".join(name for name, algorithm in ALGORITHMS.items() if learns_from_ends(algorithm))
@@ -180,17 +197,3 @@ def learns_from_ends(algorithm: type[Algorithm]) -> bool:
     """Returns whether an algorithm compares the episodes of a group, and learns from nothing else."""
     learns_off_policy = algorithm.has_traces or algorithm.has_replay or algorithm.has_teacher
     return algorithm.has_groups and not algorithm.has_critic and not learns_off_policy
-
-
-def check_questions(config: PpoConfig, questions: list[Question]) -> None:
-    """Raises R3LiteError if a question of --learn answer has no gold paragraphs: it could never be a context."""
-    if config.rl.learn != "answer":
-        return
-    count = sum(not question.gold for question in questions)
-    if count:
-        cause = f"--learn answer needs gold paragraphs, but {count} of {len(questions)} questions have none"
-        raise R3LiteError(
-            cause,
-            "Pass questions with supporting facts or paragraphs, or --learn episode.",
-            code="answers-without-paragraphs",
-        )

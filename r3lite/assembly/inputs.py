@@ -39,6 +39,8 @@ def fingerprints_of_rl(
     fingerprints |= of_retrieval(config.retrieval)
     if config.judge.judge == "local":
         fingerprints |= of_model("the model of --judge-model", config.judge.judge_model)
+    if config.rl.contexts:
+        fingerprints["the demonstrations of --contexts"] = content_fingerprint(*map(Path, config.rl.contexts))
     return fingerprints
 
 

@@ -12,15 +12,14 @@ from pathlib import Path
 import torch
 
 from r3lite.assembly import answer_round, rl_guidance, rl_questions, rl_setup, teacher
-from r3lite.assembly.answer_round import AnswerSampler
 from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.rl_round import Round, RoundSampler
+from r3lite.assembly.samplers import sampler_type
 from r3lite.assembly.teacher import Teacher
 from r3lite.assembly.validation import Validation, build_validation, read_held_out
 from r3lite.core import run_files
 from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.episode import Question
-from r3lite.core.errors import R3LiteError
 from r3lite.core.files import append_jsonl
 from r3lite.core.spans import NO_SPANS, Spans, Stopwatch, build_spans
 from r3lite.datasets.sources import entries_of, protocols_of, read_questions_of
@@ -146,7 +145,8 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
 
 def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTrainer, Validation | None]:
     """Reads the data of a run and loads its models; returns its trainer, and its validation if it has one."""
-    questions = read_questions(config)
+    questions = read_questions_of(config.data, config.mixture)
+    rl_questions.check(config, questions)
     retrieval = retrieval_setup(config, questions)
     retrieve = build_retriever(retrieval)
     spans = build_spans(config.tracking.track_spans) if ranks.first else NO_SPANS
@@ -184,8 +184,8 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         mean_entropies=learner.mean_entropies,
     )
     run_teacher = teacher.build_teacher(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
-    sampler_type = AnswerSampler if config.rl.learn == "answer" else RoundSampler
-    round_sampler = sampler_type(
+    make_sampler = sampler_type(config, questions, engine=engine, learner=learner)
+    round_sampler = make_sampler(
         config=config,
         questions=questions,
         engine=engine,
@@ -218,27 +218,6 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         spans=spans,
     )
     return trainer, validation
-
-
-def read_questions(config: PpoConfig) -> list[Question]:
-    """Reads the questions of a run and checks them."""
-    questions = read_questions_of(config.data, config.mixture)
-    check_questions(config, questions)
-    return questions
-
-
-def check_questions(config: PpoConfig, questions: list[Question]) -> None:
-    """Raises R3LiteError if the settings need questions of another kind.
-
-    Warns if the adapter learned demonstrations of most questions in SFT, or if `collect` rejected most of them.
-    """
-    rl_questions.warn_of_questions(config, questions)
-    if config.rl.expand_limit and not any(question.gold for question in questions):
-        cause = "--expand-limit needs gold paragraphs, but no question of --data or [[sources]] has any"
-        raise R3LiteError(
-            cause, "Remove it, or train on questions with supporting facts.", code="expand-without-paragraphs"
-        )
-    answer_round.check_questions(config, questions)
 
 
 def retrieval_setup(config: PpoConfig, questions: list[Question]) -> Setup:

@@ -1,4 +1,4 @@
-"""Warns if most questions of RL are too easy or too hard to teach the adapter that RL starts from to search.
+"""Checks the questions of RL, and warns if most are too easy or too hard to teach the adapter to search.
 
 Too easy are the questions of its demonstrations, which the adapter answers from memory. Too hard are those for which
 `collect` could make no demonstration: no search answers most of them.
@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from r3lite.core.episode import Question
+from r3lite.core.errors import R3LiteError
 from r3lite.datasets.collected import rejected_ids
 from r3lite.settings import PpoConfig
 from r3lite.training.earlier_run import demonstrated, question_hash, result_of_run
@@ -17,8 +18,31 @@ MOSTLY = 0.5  # if more than this share of the questions is too easy or too hard
 REMEDY = "train on the rl.jsonl of `prepare --rl-size N`, or on one half of the questions and demonstrate the other"
 
 
+def check(config: PpoConfig, questions: Sequence[Question]) -> None:
+    """Raises R3LiteError if the settings need questions of another kind; prints the warnings of `warn_of_questions`."""
+    warn_of_questions(config, questions)
+    without_gold = sum(not question.gold for question in questions)
+    if config.rl.expand_limit and without_gold == len(questions):
+        cause = "--expand-limit needs gold paragraphs, but no question of --data or [[sources]] has any"
+        raise R3LiteError(
+            cause, "Remove it, or train on questions with supporting facts.", code="expand-without-paragraphs"
+        )
+    if config.rl.learn == "answer" and without_gold:  # they could never be contexts
+        cause = f"--learn answer needs gold paragraphs, but {without_gold} of {len(questions)} questions have none"
+        raise R3LiteError(
+            cause,
+            "Pass questions with supporting facts or paragraphs, or --learn episode.",
+            code="answers-without-paragraphs",
+        )
+
+
 def warn_of_questions(config: PpoConfig, questions: Sequence[Question]) -> None:
-    """Prints a warning if the adapter learned most of the questions, and one if `collect` rejected most of them."""
+    """Prints a warning if the adapter learned most of the questions, and one if `collect` rejected most of them.
+
+    Prints none with --contexts, which takes demonstrations of the questions on purpose.
+    """
+    if config.rl.contexts:
+        return
     for message in (learned_message(config, questions), rejected_message(config, questions)):
         if message:
             print(f"warning: {message}: {REMEDY}", file=sys.stderr)

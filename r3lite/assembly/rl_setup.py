@@ -299,7 +299,9 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], quantifier: str) -> 
 
 def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
     """Returns a message if hardly any group of the first rounds mixes right and wrong answers, else ""."""
-    if not highest_outcome(config.reward) or not ALGORITHMS[config.rl.algorithm].has_groups:
+    algorithm = ALGORITHMS[config.rl.algorithm]
+    # Whoever learns right answers needs no group that mixes right and wrong ones.
+    if not highest_outcome(config.reward) or not algorithm.has_groups or algorithm.learns_right_answers:
         return ""
     shares = [numbers["mixed"] for numbers in rounds if numbers.get("mixed") is not None]
     if not shares:
@@ -355,4 +357,5 @@ def round_workload(config: PpoConfig, shared: int = 0, questions: int | None = N
         critic=algorithm.has_critic,
         off_policy=algorithm.max_off_policy,
         replays=algorithm.has_replay,
+        right_answers=algorithm.learns_right_answers,
     )

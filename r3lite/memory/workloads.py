@@ -105,11 +105,13 @@ def rl_workload(
     critic: bool,
     off_policy: int = 0,
     replays: bool = False,
+    right_answers: bool = False,
 ) -> Workload:
     """Returns a round whose episodes all reach --max-length and share their first `shared` tokens.
 
     At most `off_policy` episodes join the sampled ones. With `replays`, some of the former are chosen from the replay
-    buffer, by a pass over the episodes that it has of their questions.
+    buffer, by a pass over the episodes that it has of their questions. With `right_answers`, a pass over the right
+    answers measures their probabilities.
     """
     if config.lora.no_lora:
         raise UsageError("--no-lora works with sft only", code="no-lora-sft-only")
@@ -121,8 +123,9 @@ def rl_workload(
     sampling = _sampling(lengths, config.retrieval, episodes, shared)
     contexts = None
     if rl.learn == "answer":
-        full_episodes = _sampling(lengths, config.retrieval, rl.batch_size, shared)
-        contexts = Workload(**_base(model), **adapter, **full_episodes, shared=shared, trains=False)
+        if not rl.contexts:
+            full_episodes = _sampling(lengths, config.retrieval, rl.batch_size, shared)
+            contexts = Workload(**_base(model), **adapter, **full_episodes, shared=shared, trains=False)
         # Only the last turn is sampled. The tokens before it are given, and all episodes of a context share them.
         writes = min(lengths.max_new_tokens, lengths.max_length - 1)
         shared = lengths.max_length - writes
@@ -141,6 +144,8 @@ def rl_workload(
         scores += 1
     if replays:
         scores += rl.replay_share
+    if right_answers:
+        scores += 1
     return Workload(
         **_base(model),
         **adapter,

@@ -35,8 +35,9 @@ from r3lite.settings.data import (
     CollectDataSettings,
     DataSettings,
     NewQuestionSettings,
-    OptionalQuestionSettings,
+    OptionalRlQuestionSettings,
     QuestionSettings,
+    RlQuestionSettings,
     SourceSettings,
     TrajectorySettings,
 )
@@ -113,7 +114,7 @@ class PpoConfig(CommandConfig):
     schedule: Schedule = Schedule(max_steps=200)
     model: ModelSettings = ModelSettings()
     memory: MemorySettings = MemorySettings()
-    data: NewQuestionSettings = NewQuestionSettings()
+    data: RlQuestionSettings = RlQuestionSettings()
     mixture: SourceSettings = SourceSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     protocol: ProtocolSettings = ProtocolSettings()

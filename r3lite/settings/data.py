@@ -67,18 +67,28 @@ class NewQuestionSettings(QuestionSettings):
     that the adapter was trained on, whose answers it may have memorized"""
 
 
-class OptionalQuestionSettings(NewQuestionSettings):
+class RlQuestionSettings(NewQuestionSettings):
+    """Data."""
+
+    balance_yes_no: bool = False
+    """of the questions of each source that are answered by yes or no, use as many of each: RL learns which answer is
+    more frequent"""
+
+
+class OptionalRlQuestionSettings(RlQuestionSettings):
     """Data."""
 
     data: Basic[Annotated[str | None, DATA_FILE]] = None
 
 
-class CollectDataSettings(OptionalQuestionSettings):
+class CollectDataSettings(NewQuestionSettings):
     """Data."""
 
     needs: ClassVar = (
         NeedsOthers("data exclude", "a --source other than documents", lambda s: s.source != "documents"),
     )
+
+    data: Basic[Annotated[str | None, DATA_FILE]] = None
 
 
 class TrajectorySettings(DataSettings):

@@ -9,11 +9,12 @@ from r3lite.settings.conditions import has_documents
 from r3lite.settings.data import DATA_FILE
 from r3lite.settings.model import ADAPTER
 
+DEMONSTRATIONS = InputPath(remedy="Pass files that `python -m r3lite.collect` has written.")
 Top = Annotated[int, Bounds(low=1, high=1024)]
 # The keys of rl.algorithms.ALGORITHMS; a test checks that they are the same.
 Algorithm = Literal[
     "ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "luffy", "exgrpo",
-    "hybrid", "dgpo",
+    "hybrid", "dgpo", "verifree",
 ]  # fmt: skip
 
 # The settings that --algorithm implies. The algorithms that are not listed use the defaults of RLSettings.
@@ -28,6 +29,7 @@ PAPERS = {
     "luffy": {"kl_beta": 0.05},
     "exgrpo": {"kl_beta": 0.05},
     "hybrid": {"kl_beta": 0.05},
+    "verifree": {"kl_beta": 0.0, "learn": "answer"},
 }  # fmt: skip
 
 
@@ -38,16 +40,19 @@ UNPAID_FOR_ANSWERS = (
     "idle_query_penalty", "rewards",
 )  # fmt: skip
 EXACT_MATCH_ALONE = {"outcome_em": 1.0, "outcome_f1": 0.0, "process_recall": 0.0, "format_reward": 0.0}
+# verifree implies --learn answer, and so what this implies.
+IMPLIED_BY_ALGORITHM = PAPERS | {"verifree": PAPERS["verifree"] | EXACT_MATCH_ALONE}
 
 
 class RLSettings(Section):
     """Reinforcement learning."""
 
-    implied: ClassVar = {"algorithm": PAPERS, "learn": {"answer": EXACT_MATCH_ALONE}}
+    implied: ClassVar = {"algorithm": IMPLIED_BY_ALGORITHM, "learn": {"answer": EXACT_MATCH_ALONE}}
     needs: ClassVar = (
         NeedsOthers("expand_limit", "a --format that searches and a --retriever other than none", has_documents),
         Needs("kl_estimator kl_target", "--kl-beta above 0", lambda s: s.kl_beta),
         Needs("overlong_cache", "--overlong-penalty", lambda s: s.overlong_penalty),
+        Needs("contexts", "--learn answer", lambda s: s.learn == "answer"),
         Needs("teacher_adapter teacher_quantize", "--teacher", lambda s: s.teacher),
         Needs("teacher_top", "--teacher, or --teacher-logprobs in collect", lambda s: s.teacher),
     )
@@ -59,11 +64,16 @@ class RLSettings(Section):
     reinforce++: advantages whitened over the round (2501.03262); reinforce++-baseline: after subtracting the group
     mean; luffy: a teacher's traces join the groups (2504.14945); exgrpo: earlier successes join the groups
     (2510.02245); hybrid: luffy and exgrpo; dgpo: grpo for successful episodes, a teacher's distributions for failed
-    ones (2508.20324). Each sets its paper's defaults, which flags override; see docs/algorithms.md"""
+    ones (2508.20324); verifree: last turns, rewarded by the probability of the right answer (2505.21493). Each sets its
+    paper's defaults, which flags override; see docs/algorithms.md"""
     learn: Literal["episode", "answer"] = "episode"
     """episode: all turns of whole episodes; answer: only the last turn of episodes that retrieved every gold paragraph.
     Each round takes --batch-size such episodes, samples their last turn --num-generations times, and rewards exact
     match alone (algorithms that compare the episodes of a question)"""
+    contexts: Annotated[tuple[str, ...] | None, DEMONSTRATIONS] = None
+    """comma-separated files of demonstrations of the questions, as `collect` writes them. With --learn answer, their
+    last turns are sampled anew, in place of those of sampled episodes; questions without a demonstration are left out
+    """
     batch_size: Basic[Annotated[int, Bounds(low=1, high=4096)]] = 8
     """questions per round"""
     num_generations: Basic[Annotated[int, Bounds(low=1, high=1024)]] = 8

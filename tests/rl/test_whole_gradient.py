@@ -22,6 +22,7 @@ from tests.rl.formulas import (
     reinforce_baseline_gradients,
     reinforce_pp_gradients,
     rloo_gradients,
+    verifree_gradients,
 )
 
 
@@ -130,3 +131,32 @@ def test_without_off_policy_episodes_it_is_grpo_to_the_bit(gradients, off_policy
     assert torch.equal(grpo, got) and grpo.norm() > 0
     mixed = replace(off_policy, off_policy=torch.tensor([False, True, False, True]))
     assert not torch.allclose(gradients(mixed, algorithm, **same)[0][0], grpo, rtol=0.05)
+
+
+@pytest.mark.parametrize(("micro_batch_size", "chunk"), [(4, 128), (1, 128), (2, 3)])
+def test_analyses_and_right_answers_get_the_gradient_of_the_mean_likelihood(
+    setup, model, off_policy, micro_batch_size, chunk
+):
+    """All four rows are of one group. The likelihoods are above 0, so only the worse analysis has a negative one."""
+    batch = replace(
+        off_policy,
+        groups=torch.zeros(4, dtype=torch.long),
+        off_policy=torch.tensor([False, False, True, True]),
+        rewards=off_policy.rewards.abs(),
+    )
+    sizes = {"micro_batch_size": micro_batch_size, "mini_batch_size": 4, "lengths": LENGTHS}
+    made = setup("verifree", **{**SETTINGS, **sizes, "kl_estimator": "k2"})
+    learner = made.learner
+    learner.temperature = TEMPERATURE
+    learner.grant.memory = replace(learner.grant.memory, loss_chunk=chunk)
+    measured = learner.learn(batch, "seed")
+    plain = Plain(model, None)
+    (expected,) = verifree_gradients(learner.settings, plain, batch, [[0, 1, 2, 3]])
+    (gradient,) = made.steps
+    for part, of_formula in zip(gradient.split([p.numel() for p in plain.parameters]), expected, strict=True):
+        of_formula = of_formula.flatten().float()
+        assert of_formula.norm() > 0
+        assert (part - of_formula).norm() <= 1e-4 * of_formula.norm()
+    with torch.no_grad():
+        entropies = torch.cat([plain.episode(batch.tokens[row], AT[row])[1] for row in (0, 1)])
+    assert measured["entropy"] == pytest.approx(float(entropies.mean()), rel=1e-4)  # of the analyses alone

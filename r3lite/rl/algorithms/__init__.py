@@ -16,6 +16,7 @@ from r3lite.rl.algorithms.ppo import Ppo
 from r3lite.rl.algorithms.reinforce_baseline import ReinforceBaseline
 from r3lite.rl.algorithms.reinforce_pp import ReinforcePlusPlus
 from r3lite.rl.algorithms.rloo import Rloo
+from r3lite.rl.algorithms.verifree import VeriFree
 from r3lite.settings import LengthSettings, RLSettings
 
 ALGORITHMS: dict[str, type[Algorithm]] = {
@@ -31,6 +32,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "exgrpo": ExGrpo,
     "hybrid": Hybrid,
     "dgpo": Dgpo,
+    "verifree": VeriFree,
 }
 
 

@@ -68,6 +68,7 @@ class Algorithm:
     has_episode_ratios: ClassVar[bool] = False  # `log_ratios` needs `actions.episode_log_ratios`
     has_traces: ClassVar[bool] = False  # a teacher's traces join the groups of their questions
     has_replay: ClassVar[bool] = False  # successful episodes of earlier rounds join the groups of their questions
+    learns_right_answers: ClassVar[bool] = False  # learns right answers, too, and is rewarded by their probabilities
     # (returns [B], groups [B]) -> advantages [B]. Needed by `with_advantages` below; see rl/advantages.py.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"

@@ -1,0 +1,151 @@
+"""The rounds of --algorithm verifree: the reward of an end is the probability of the right answer after its analysis.
+
+An end is split where its answer begins. What stands before is the analysis. The right answer takes the place of the
+sampled one, and a pass of the policy over both gives its probability. See `rl/algorithms/verifree.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from r3lite.assembly.answer_round import AnswerRound, AnswerSampler, is_context
+from r3lite.core.episode import ANSWERED, Step
+from r3lite.core.spans import Stopwatch
+from r3lite.core.token_record import TokenRecord
+from r3lite.protocols.layout import Layout
+from r3lite.rewards.reward import EpisodeReward
+from r3lite.rl.batch import Batch, Rollout
+from r3lite.rl.refill import groups_with_variance
+from r3lite.rollout.sequence import Sequence
+
+
+@dataclass(frozen=True)
+class SplitEnd:
+    """An end whose answer was replaced by the right one."""
+
+    analysis: TokenRecord  # the end's tokens up to its answer
+    answer: TokenRecord  # the analysis and the right answer; only the tokens of the latter are actions
+
+
+@dataclass(frozen=True, kw_only=True)
+class LikelihoodRound(AnswerRound):
+    """The ends of a round's contexts, each rewarded by the probability of the right answer."""
+
+    split_ends: dict[int, SplitEnd]  # by the index of the end; ends without an answer have none
+
+    def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
+        """Returns the analyses to learn from, and behind those of each group the right answers, which are off-policy.
+
+        Ends without an answer are learned as a whole, with the reward 0.
+        """
+        rollouts = []
+        for group in sorted(self.learned_groups):
+            answers = []
+            for i, reward in enumerate(self.rewards):
+                if self.groups[i] != group or reward is None:
+                    continue
+                analysis: TokenRecord = self.sequences[i]
+                if i in self.split_ends:
+                    analysis = self.split_ends[i].analysis
+                    answer = Rollout.with_final_reward(self.split_ends[i].answer, reward=reward.total, group=group)
+                    answers.append(replace(answer, off_policy=True))
+                rollouts.append(Rollout.with_final_reward(analysis, reward=reward.total, group=group))
+            rollouts += answers
+        return rollouts
+
+
+@dataclass
+class LikelihoodSampler(AnswerSampler):
+    """Samples the rounds of --algorithm verifree."""
+
+    # Returns the policy's log-probabilities [B, T] of a batch's action tokens.
+    policy_logprobs: Callable[[Batch], Tensor] = field(kw_only=True)
+
+    def run_stages(self, number: int, watch: Stopwatch) -> LikelihoodRound:
+        """Samples the ends of a round's contexts and rewards them; `watch` times the stages."""
+        this_round = super().run_stages(number, watch)
+        with watch.stage("likelihood"):
+            return self._rewarded(this_round)
+
+    def is_usable(self, sequence: Sequence) -> bool:
+        """Returns whether an episode is a context, and whether its last turn has an analysis."""
+        return is_context(sequence) and sequence.closed_forced_step is None
+
+    def _rewarded(self, this_round: AnswerRound) -> LikelihoodRound:
+        """Returns the round with the probabilities of the right answers as rewards.
+
+        The reward is missing if the end searches again, or if a token has both the last characters before the answer
+        and its first ones. It is 0 if the end has no answer.
+        """
+        rewards = list(this_round.rewards)
+        split_ends: dict[int, SplitEnd] = {}
+        for i, end in enumerate(this_round.sequences):
+            if rewards[i] is None or end.finish != ANSWERED:
+                continue
+            layout = self.engine.layout_of(end)
+            start = answer_start(end, layout)
+            if start is None:
+                rewards[i] = None
+            else:
+                split_ends[i] = split(end, start, layout)
+        if split_ends:
+            likelihoods = self._likelihoods([split_end.answer for split_end in split_ends.values()])
+            for i, likelihood in zip(split_ends, likelihoods, strict=True):
+                rewards[i] = with_outcome(rewards[i], likelihood * self.config.reward.outcome_em)
+        rewarded = replace(this_round, rewards=rewards)
+        learned_groups = groups_with_variance(rewarded.signals())
+        fields = vars(rewarded) | {"learned_groups": learned_groups}
+        return LikelihoodRound(**fields, split_ends=split_ends)
+
+    def _likelihoods(self, answers: list[TokenRecord]) -> list[float]:
+        """Returns the probability of each answer, and stores the log-probabilities of its tokens in its record."""
+        batch = Batch.of([Rollout.with_final_reward(answer, reward=0.0, group=0) for answer in answers])
+        logprobs = self.policy_logprobs(batch)  # [B, T], 0 where the mask is False
+        for row, answer in enumerate(answers):
+            answer.logprobs = logprobs[row][batch.action_mask[row]].tolist()
+        return logprobs.sum(-1).exp().tolist()
+
+
+def answer_start(end: Sequence, layout: Layout) -> int | None:
+    """Returns the index of the first token of an end's answer; None if no token begins there.
+
+    The answer begins behind the last heading of an answer in the end's last turn.
+    """
+    if end.closed_forced_step is not None:  # the layout has written the heading
+        return end.turn_start
+    protocol = layout.protocol
+    for start in range(len(end.tokens), end.turn_start, -1):
+        text = layout.tokenizer.decode(end.tokens[end.turn_start : start])
+        if text.endswith(protocol.answer_heading) and protocol.begins_answer(text):
+            return start
+    return None
+
+
+def split(end: Sequence, start: int, layout: Layout) -> SplitEnd:
+    """Splits an end where its answer begins, at token `start`."""
+    answer = right_answer(end, layout)
+    with_answer = TokenRecord(
+        tokens=end.tokens[:start] + answer,
+        action_mask=[False] * start + [True] * len(answer),
+    )
+    return SplitEnd(analysis=end.first(start), answer=with_answer)
+
+
+def right_answer(end: Sequence, layout: Layout) -> list[int]:
+    """Returns the tokens of the right answer, as SFT on a demonstration has them behind the heading of the answer."""
+    protocol = layout.protocol
+    step = Step("-", answer=end.question.answers[0])
+    _, heading, text = protocol.render(step, len(end.steps)).rpartition(protocol.answer_heading)
+    assert heading
+    tokens = layout.tokenizer.encode(text)
+    if protocol.user_turns:  # else a stop string ends the turn
+        tokens.append(layout.tokenizer.stop_id)
+    return tokens
+
+
+def with_outcome(reward: EpisodeReward, outcome: float) -> EpisodeReward:
+    """Returns a reward of --learn answer whose outcome, at the last step, has another value."""
+    by_step = [0.0] * len(reward.by_step)
+    by_step[-1] = outcome
+    return EpisodeReward(by_step, parts=reward.parts | {"outcome": outcome}, answer_reward=outcome)

@@ -1,0 +1,31 @@
+"""Builds the sampler of a run's rounds: of whole episodes or of ends of contexts, here or on --rollout-server."""
+
+from collections.abc import Callable
+from functools import partial
+
+from r3lite.assembly.answer_contexts import read_contexts
+from r3lite.assembly.answer_likelihood import LikelihoodSampler
+from r3lite.assembly.answer_round import AnswerSampler
+from r3lite.assembly.rl_round import RoundSampler
+from r3lite.core.episode import Question
+from r3lite.rl.learner import Learner
+from r3lite.rollout.engine import Engine
+from r3lite.settings import PpoConfig
+
+
+def sampler_type(
+    config: PpoConfig,
+    questions: list[Question],
+    engine: Engine,
+    learner: Learner,
+) -> Callable[..., RoundSampler]:
+    """Returns the type of the sampler of a run; of --learn answer with the arguments that it has of its own."""
+    if config.rl.learn != "answer":
+        return RoundSampler
+    contexts = None
+    if config.rl.contexts:
+        contexts = read_contexts(config.rl.contexts, questions, engine.layouts)
+    if not learner.algorithm.learns_right_answers:
+        return partial(AnswerSampler, contexts=contexts)
+    policy_logprobs = partial(learner.run_on_all_ranks, learner.policy_logprobs)
+    return partial(LikelihoodSampler, contexts=contexts, policy_logprobs=policy_logprobs)
