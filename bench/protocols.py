@@ -3,8 +3,8 @@
     python -m bench.protocols                       # all formats, seed 0: about ten minutes each on one core
     python -m bench.protocols --only dag --seeds 1 2
 
-A quickstart whose results are in its folder already is not repeated: its results are read. Writes
-bench/results/protocols.json and protocols.md.
+A quickstart whose results are in its folder already is not repeated: its results are read, with the commit and the
+machine that it ran on. Writes bench/results/protocols.json and protocols.md.
 """
 
 import argparse
@@ -40,14 +40,18 @@ entities that it has never seen it can know nothing. In brackets intervals of 95
 seeds differ by more."""
 
 
-def measure(name: str, seed: int, folder: Path) -> dict:
-    """Returns the scores of a quickstart's stages, its gain in exact match, and its minutes.
+def measure(name: str, seed: int, folder: Path, precision: Precision) -> dict:
+    """Returns the scores of a quickstart's stages, its gain in exact match, its minutes, and what it ran on.
 
     `name` is the format. Runs the quickstart unless `folder` has its results.
     """
-    if not (folder / "quickstart.json").exists():
+    conditions_path = folder / "conditions.json"  # written last: with it, the results are complete
+    if not conditions_path.exists():
+        conditions = provenance(precision)
         status = quickstart.main(["--format", name, "--seed", str(seed), "--output", str(folder)])
         assert status == 0, "quickstart failed"
+        write_json(conditions_path, conditions)
+    conditions = json.loads(conditions_path.read_text(encoding="utf-8"))
     summary = json.loads((folder / "quickstart.json").read_text(encoding="utf-8"))
     stages = {}
     for stage in summary["stages"][1:]:  # without the base
@@ -58,7 +62,7 @@ def measure(name: str, seed: int, folder: Path) -> dict:
             hops: {key: group[key] for key in ("em", "mean_searches")} for hops, group in scores["by_hops"].items()
         }
         stages["SFT" if stage["stage"] == "SFT" else "RL"] = stage_scores
-    return {"stages": stages, "em_gain": summary["em_gain"], "minutes": summary["minutes"]}
+    return {"stages": stages, "em_gain": summary["em_gain"], "minutes": summary["minutes"], **conditions}
 
 
 def page(runs: list[dict]) -> str:
@@ -96,9 +100,8 @@ def main() -> None:
         for name in args.only:
             if any((run["section"], run["seed"]) == (name, seed) for run in runs):
                 continue
-            conditions = provenance(precision)
-            scores = measure(name, seed, Path("runs") / "protocols" / f"{name}-{seed}")
-            runs.append({"section": name, "seed": seed, **scores, **conditions})
+            run = measure(name, seed, folder=Path("runs") / "protocols" / f"{name}-{seed}", precision=precision)
+            runs.append({"section": name, "seed": seed, **run})
             write_json(path, {"runs": runs})
             write_text(RESULTS / "protocols.md", page(runs))
 

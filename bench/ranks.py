@@ -41,7 +41,7 @@ for number, _ in enumerate(sys.stdin, 1):
 
 def start(checkout: Path, folder: str) -> subprocess.Popen:
     """Starts the trainer of a checkout, which writes its training rows to `folder`."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen([sys.executable, "-c", SCRIPT, folder], cwd=checkout, **pipes)
 
 

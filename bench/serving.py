@@ -95,8 +95,11 @@ async def send_request(client: httpx.AsyncClient, rng: random.Random, questions:
             async with client.stream(
                 "POST", "/generate", json={"query": question, "mode": mode, "stream": True}
             ) as reply:
+                if not reply.is_success:
+                    return str(reply.status_code)
                 async for _ in reply.aiter_lines():
-                    return "gone"
+                    break
+                return "gone"
         if draw < DISCONNECTING_SHARE + LARGE_SHARE:
             reply = await client.post("/generate", json={"query": LARGE_QUERY})
         elif draw < DISCONNECTING_SHARE + LARGE_SHARE + MALFORMED_SHARE:

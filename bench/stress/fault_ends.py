@@ -130,6 +130,11 @@ def two_writers(bench: Bench, case: Case) -> None:
     pause = Fault("pause", middle, resume_file=resume_file)
     first_run = start(case.command, arguments, folder=bench.output, log=log, fault=pause)
     while len(moments_file(log).read_text().splitlines()) <= middle:
+        if first_run.has_ended:
+            output = first_run.wait().output
+            problems = [f"the first ended before its middle moment: {output[-300:].strip()}"]
+            bench.record(case.name, "writers", position=middle, problems=problems)
+            return
         time.sleep(0.01)
     second_arguments = [*arguments, *case.resume_flags]
     second_result = run(case.command, second_arguments, folder=bench.output, log=bench.folder / "second.log")

@@ -163,6 +163,11 @@ class ActiveRun:
             seconds=time.monotonic() - self.start_time,
         )
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended; its status is still there for `wait`."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
     def kill(self) -> None:
         """Sends SIGKILL, unless the process has ended."""
         with contextlib.suppress(ProcessLookupError):

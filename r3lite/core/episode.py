@@ -133,8 +133,10 @@ class Question:
 
 def _is_part(text: str, other_text: str) -> bool:
     """Tells whether one of two texts is a part of the other; a blank text is part of a blank one only."""
-    shorter, longer = sorted(map(folded, (text, other_text)), key=len)
-    return shorter in longer if shorter else not longer
+    shorter, longer = sorted([folded(text), folded(other_text)], key=len)
+    if not shorter:
+        return not longer
+    return shorter in longer
 
 
 @dataclass(frozen=True)
