@@ -1,9 +1,9 @@
 """Splits the counted work of a card into a layer's share and the share outside the layers, and predicts its time.
 
 The work is counted for a model of one layer and for a model of two. A layer's share is the difference of the two
-counts; the count of the first model less a layer's share is the share outside. So outside + n x layer is right for a
-model of n layers, also in training: there the first layer computes no gradient of its input, and the share outside is
-smaller by what that saves.
+counts; the count of the first model less a layer's share is the share outside. So a model of n layers has the count
+outside + n x layer. This is right in training, too, where the first layer is cheaper than the others, because its input
+needs no gradient: both models save that, so the share outside is smaller by it.
 """
 
 import tempfile
@@ -34,11 +34,11 @@ class Split:
 
 
 def split(
-    work: Callable[[SimulatedCuda, str, Precision], Done], shape: ModelConfig, tokens: int, dtype: torch.dtype
+    work: Callable[[SimulatedCuda, str, Precision], Done], shape: ModelConfig, vocabulary: int, dtype: torch.dtype
 ) -> dict[Work, Split]:
-    """Returns the split counts of each piece of `work`, for a model of a shape and a vocabulary of `tokens`."""
-    one_layer = _count(work, replace(shape, num_hidden_layers=1), tokens=tokens, dtype=dtype)
-    two_layers = _count(work, replace(shape, num_hidden_layers=2), tokens=tokens, dtype=dtype)
+    """Returns the split counts of each piece of `work`, for a model of a shape and a `vocabulary` of so many tokens."""
+    one_layer = _count(work, replace(shape, num_hidden_layers=1), vocabulary=vocabulary, dtype=dtype)
+    two_layers = _count(work, replace(shape, num_hidden_layers=2), vocabulary=vocabulary, dtype=dtype)
     splits = {}
     for piece, counts in one_layer.items():
         layer = two_layers[piece] - counts
@@ -46,15 +46,15 @@ def split(
     return splits
 
 
-def _count(work: Callable[..., Done], shape: ModelConfig, tokens: int, dtype: torch.dtype) -> Done:
+def _count(work: Callable[..., Done], shape: ModelConfig, vocabulary: int, dtype: torch.dtype) -> Done:
     """Does the work with a new model on the simulated card, and returns its counts."""
     with tempfile.TemporaryDirectory() as temporary:
-        folder = write_folder(Path(temporary) / "model", shape, tokens)
+        folder = write_folder(Path(temporary) / "model", shape, vocabulary)
         with SimulatedCuda(MEMORY, MEMORY, bf16=True) as card:
             return work(card, folder, Precision(dtype, torch.device("cuda")))
 
 
-def moved(counts: Counts) -> int:
+def bytes_moved(counts: Counts) -> int:
     """Returns the number of bytes that kernels read and write."""
     return counts.read + counts.written
 
@@ -63,10 +63,10 @@ def moved(counts: Counts) -> int:
 class Cost:
     """The counts of a piece of work from which its time is predicted, for a whole model."""
 
-    of_products: float  # bytes that matrix products move
-    products: float  # operations of matrix products
-    attention: float  # operations of attention
-    moved: float  # bytes that all other kernels move
+    product_bytes: float  # moved by matrix products
+    product_operations: float
+    attention_operations: float
+    other_bytes: float  # moved by all other kernels
     kernels: float
 
     def seconds(self, card: Speeds, dtype: str) -> float:
@@ -76,8 +76,8 @@ class Cost:
         """
         bandwidth = card.bandwidth[dtype]
         flops = card.flops[dtype]
-        products = max(self.of_products / bandwidth, self.products / flops)
-        return products + self.moved / bandwidth + self.attention / flops + self.kernels * card.launch
+        products = max(self.product_bytes / bandwidth, self.product_operations / flops)
+        return products + self.other_bytes / bandwidth + self.attention_operations / flops + self.kernels * card.launch
 
 
 def cost(split: Split, layers: int) -> Cost:
@@ -86,12 +86,12 @@ def cost(split: Split, layers: int) -> Cost:
     def total(figure: Callable[[Counts], float]) -> float:
         return figure(split.outside) + layers * figure(split.layer)
 
-    of_products = total(lambda counts: sum(counts.moved[name] for name in PRODUCTS))
+    product_bytes = total(lambda counts: sum(counts.moved[name] for name in PRODUCTS))
     return Cost(
-        of_products=of_products,
-        products=total(lambda counts: sum(counts.computed[name] for name in PRODUCTS)),
-        attention=total(lambda counts: sum(n for name, n in counts.computed.items() if "attention" in name)),
-        moved=total(moved) - of_products,
+        product_bytes=product_bytes,
+        product_operations=total(lambda counts: sum(counts.computed[name] for name in PRODUCTS)),
+        attention_operations=total(lambda counts: sum(n for name, n in counts.computed.items() if "attention" in name)),
+        other_bytes=total(bytes_moved) - product_bytes,
         kernels=total(lambda counts: counts.kernels),
     )
 

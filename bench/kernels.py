@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from bench import counted, kernels_page, records
-from bench.by_layer import Split, moved, on_cards, split
+from bench.by_layer import Split, bytes_moved, on_cards, split
 from bench.contest import OURS
 from bench.counted import Work
 from bench.options import RESULTS
@@ -64,12 +64,12 @@ def record(piece: Work, split: Split, size: str, dtype: torch.dtype) -> dict:
     layers = SHAPES[size].num_hidden_layers
     row = {"size": size, "work": piece.name, "by": piece.by}
     for name, counts in (("layer", layer), ("outside", outside)):
-        row |= {f"kernels_{name}": counts.kernels, f"mb_{name}": round(moved(counts) / MB, 3)}
+        row |= {f"kernels_{name}": counts.kernels, f"mb_{name}": round(bytes_moved(counts) / MB, 3)}
     row["launches"] = outside.launches + layers * layer.launches
     row["waits"] = outside.waits.total() + layers * layer.waits.total()
     row["copies"] = outside.uploads + outside.downloads + layers * (layer.uploads + layer.downloads)
     if piece.logits:
-        row["passes"] = round((moved(outside) - piece.head) / piece.logits, 2)
+        row["passes"] = round((bytes_moved(outside) - piece.head) / piece.logits, 2)
         row["head_passes"] = round(piece.head / piece.logits, 2)
     row["seconds"] = on_cards(split, layers, dtype)
     row["operators"] = operators(split) if piece.by == OURS else {}
@@ -97,7 +97,7 @@ def operators(split: Split) -> dict[str, list[float]]:
 def measure(kind: str, size: str, dtype: torch.dtype) -> list[dict]:
     """Counts one kind of work by a model of one size, and returns a record of each piece of it."""
     work, _ = KINDS[kind]
-    splits = split(work, SHAPES[size], tokens=QWEN_TOKENS, dtype=dtype)
+    splits = split(work, SHAPES[size], vocabulary=QWEN_TOKENS, dtype=dtype)
     rows = [record(piece, counts, size=size, dtype=dtype) for piece, counts in splits.items()]
     if kind == "nf4":
         nf4, dense = splits.values()
@@ -114,7 +114,7 @@ def bytes_a_weight(nf4: Split, dense: Split, shape: ModelConfig, dtype: torch.dt
 
     They are the bytes that NF4 adds to a layer with dense weights, and the dense weight that the product reads.
     """
-    return (moved(nf4.layer) - moved(dense.layer)) / weights_of(shape) + dtype.itemsize
+    return (bytes_moved(nf4.layer) - bytes_moved(dense.layer)) / weights_of(shape) + dtype.itemsize
 
 
 def compiled_bytes_a_weight(shape: ModelConfig, dtype: torch.dtype) -> float:

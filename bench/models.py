@@ -72,7 +72,10 @@ LFM2.5's template keeps the thought of the last earlier reply only; SFT rows kee
 
 
 def cell(model: str, flags: list[str], quantize: str) -> str:
-    """Returns the cell of a run: its planned peak in MiB and its recomputed layers, or "no" if it does not fit."""
+    """Returns the cell of a run: its planned peak in MiB and its recomputed layers, or "no" if it does not fit.
+
+    With streamed layers, the peak has an asterisk instead of the recomputed layers.
+    """
     flags = ["--card", CARD, "--model", model, "--quantize", quantize, *flags]
     plan = planned(flags)
     if plan is None:
@@ -89,13 +92,15 @@ def cell(model: str, flags: list[str], quantize: str) -> str:
 
 def page() -> str:
     """Returns the text of docs/models.md."""
-    runs = {f"{name}, {kind}": (flags, quantize) for name, flags in (("SFT", SFT), ("GRPO", GRPO))
-            for kind, quantize in (("bf16", "none"), ("NF4", "nf4"))}  # fmt: skip
-    rows = [
-        {"model": model.partition("/")[2]} | {name: cell(model, *run) for name, run in runs.items()}
-        for model in INSTRUCT
-        if not any(name in model for name in LEFT_OUT)
-    ]
+    rows = []
+    for model in INSTRUCT:
+        if any(name in model for name in LEFT_OUT):
+            continue
+        row = {"model": model.partition("/")[2]}
+        for name, flags in (("SFT", SFT), ("GRPO", GRPO)):
+            row[f"{name}, bf16"] = cell(model, flags, quantize="none")
+            row[f"{name}, NF4"] = cell(model, flags, quantize="nf4")
+        rows.append(row)
     return PAGE.format(table=records.table(rows))
 
 

@@ -96,7 +96,7 @@ def test_analyses_are_compared_and_right_answers_weigh_as_much_as_they_are_likel
             of_group = batch.groups == group
             analyses = episode_advantages[of_group & ~batch.off_policy]
             assert float(analyses.sum()) == pytest.approx(0, abs=1e-5)
-            assert batch.off_policy[of_group].tolist() == sorted(batch.off_policy[of_group].tolist())
+            assert not batch.off_policy[of_group][0]
         assert bool((episode_advantages[~batch.off_policy] != 0).any())
 
 
@@ -169,9 +169,6 @@ def test_an_end_without_the_heading_has_no_answer(tokenizer):
     tokens = layout.tokenizer.encode("Step 1:\nThe problem analysis: The final answer: Rome")
     end = Sequence(Question("1", "?", ("a",)), tokens=tokens, action_mask=[True] * len(tokens), stream=Uniforms(""))
     assert answer_start(end, layout) is None
-    end.closed_forced_step = Step()  # the layout wrote the heading, and the model went on behind it
-    end.turn_start = 3
-    assert answer_start(end, layout) == 3
 
 
 def test_ends_without_an_answer_are_learned_and_those_without_a_reward_are_not():
@@ -198,12 +195,12 @@ def test_ends_without_an_answer_are_learned_and_those_without_a_reward_are_not()
         sequences=ends, rewards=rewards, groups=[0, 0, 0, 1, 1, 1], learned_groups={0}, split_ends=split_ends
     )
     rollouts = this_round.rollouts()
-    assert [rollout.record.tokens for rollout in rollouts] == [[1, 2], [1, 4, 4], [1, 2, 9]]
-    assert [rollout.off_policy for rollout in rollouts] == [False, False, True]
-    assert [rollout.token_rewards for rollout in rollouts] == [[(1, 0.25)], [(2, 0.0)], [(2, 0.25)]]
-    assert [rollout.record.logprobs for rollout in rollouts] == [[-1.0], [-1.0, -2.0], [-3.0]]
+    assert [rollout.record.tokens for rollout in rollouts] == [[1, 2], [1, 2, 9], [1, 4, 4]]
+    assert [rollout.off_policy for rollout in rollouts] == [False, True, False]
+    assert [rollout.token_rewards for rollout in rollouts] == [[(1, 0.25)], [(2, 0.25)], [(2, 0.0)]]
+    assert [rollout.record.logprobs for rollout in rollouts] == [[-1.0], [-3.0], [-1.0, -2.0]]
     advantages = VeriFree(config_of("--algorithm", "verifree").rl, LengthSettings()).with_advantages(Batch.of(rollouts))
-    assert advantages.advantages.tolist() == [[0, 0.25, 0], [0, -0.25, -0.25], [0, 0, 0.25]]
+    assert advantages.advantages.tolist() == [[0, 0.25, 0], [0, 0, 0.25], [0, -0.25, -0.25]]
 
 
 def test_the_choice_implies_last_turns_and_exact_match_alone():

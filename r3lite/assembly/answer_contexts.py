@@ -26,11 +26,11 @@ def read_contexts(
 ) -> dict[str, SampledSequence]:
     """Returns the contexts of the questions that have a demonstration in one of the files, by the question's id.
 
-    A demonstration belongs to all questions with its text; of several demonstrations of a question the first one counts
-    that is a context. It is none if its documents, cut to --max-document-tokens, lack a gold paragraph, or if they
-    leave no room for a turn. `layouts` are those of the questions' sources. Prints how many questions have a context.
+    A demonstration belongs to every question with the same text. A question gets the first of its demonstrations whose
+    documents, cut to --max-document-tokens, have every gold paragraph and leave room for a turn. `layouts` are those of
+    the questions' sources. Prints how many questions have a context.
 
-    Raises R3LiteError if a file has conversations, or if no question of a source has a context.
+    Raises R3LiteError if a file has conversations, or if there is a source none of whose questions has a context.
     """
     by_key: dict[str, list[Question]] = {}
     for question in questions:
@@ -60,7 +60,10 @@ def _read(file: str, layout: Layout) -> list[Trajectory]:
 
 
 def _context(row: Trajectory, question: Question, layout: Layout) -> SampledSequence | None:
-    """Returns a demonstration in tokens, as if the policy had sampled it; None if it is no context."""
+    """Returns a demonstration as a finished sequence, as if the policy had sampled it; None if it is no context.
+
+    `Sequence.reopened` removes its last turn.
+    """
     lengths = layout.lengths
     transcript = layout.lay_out(question, row.steps, lengths.max_document_tokens)
     fields = vars(transcript) | {"finish": ANSWERED}

@@ -1,7 +1,8 @@
 """The rounds of --algorithm verifree: the reward of an end is the probability of the right answer after its analysis.
 
-An end is split where its answer begins. What stands before is the analysis. The right answer takes the place of the
-sampled one, and a pass of the policy over both gives its probability. See `rl/algorithms/verifree.py`.
+An end is a new last turn of a context (answer_round.py has both). It is split where its answer begins: what stands
+before is the analysis. The right answer takes the place of the sampled one, and a pass of the policy over both gives
+its probability. See `rl/algorithms/verifree.py`.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,8 @@ class SplitEnd:
     """An end whose answer was replaced by the right one."""
 
     analysis: TokenRecord  # the end's tokens up to its answer
-    answer: TokenRecord  # the analysis and the right answer; only the tokens of the latter are actions
+    # The analysis and the right answer, whose tokens alone are actions. `_likelihoods` sets their log-probabilities.
+    answer: TokenRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,23 +37,21 @@ class LikelihoodRound(AnswerRound):
     split_ends: dict[int, SplitEnd]  # by the index of the end; ends without an answer have none
 
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
-        """Returns the analyses to learn from, and behind those of each group the right answers, which are off-policy.
+        """Returns the analyses to learn from, each followed by its right answer, an off-policy rollout.
 
         Ends without an answer are learned as a whole, with the reward 0.
         """
         rollouts = []
-        for group in sorted(self.learned_groups):
-            answers = []
-            for i, reward in enumerate(self.rewards):
-                if self.groups[i] != group or reward is None:
-                    continue
-                analysis: TokenRecord = self.sequences[i]
-                if i in self.split_ends:
-                    analysis = self.split_ends[i].analysis
-                    answer = Rollout.with_final_reward(self.split_ends[i].answer, reward=reward.total, group=group)
-                    answers.append(replace(answer, off_policy=True))
-                rollouts.append(Rollout.with_final_reward(analysis, reward=reward.total, group=group))
-            rollouts += answers
+        for i, (end, reward, group) in enumerate(zip(self.sequences, self.rewards, self.groups, strict=True)):
+            if group not in self.learned_groups or reward is None:
+                continue
+            if i not in self.split_ends:
+                rollouts.append(Rollout.with_final_reward(end, reward=reward.total, group=group))
+                continue
+            split_end = self.split_ends[i]
+            analysis = Rollout.with_final_reward(split_end.analysis, reward=reward.total, group=group)
+            answer = Rollout.with_final_reward(split_end.answer, reward=reward.total, group=group)
+            rollouts += [analysis, replace(answer, off_policy=True)]
         return rollouts
 
 
@@ -59,6 +59,7 @@ class LikelihoodRound(AnswerRound):
 class LikelihoodSampler(AnswerSampler):
     """Samples the rounds of --algorithm verifree."""
 
+    requirement = "retrieved every gold paragraph and wrote an analysis before its answer"
     # Returns the policy's log-probabilities [B, T] of a batch's action tokens.
     policy_logprobs: Callable[[Batch], Tensor] = field(kw_only=True)
 
@@ -69,14 +70,17 @@ class LikelihoodSampler(AnswerSampler):
             return self._rewarded(this_round)
 
     def is_usable(self, sequence: Sequence) -> bool:
-        """Returns whether an episode is a context, and whether its last turn has an analysis."""
+        """Returns whether an episode is a context whose last turn has an analysis.
+
+        A forced answer has none: the layout wrote its heading.
+        """
         return is_context(sequence) and sequence.closed_forced_step is None
 
     def _rewarded(self, this_round: AnswerRound) -> LikelihoodRound:
         """Returns the round with the probabilities of the right answers as rewards.
 
-        The reward is missing if the end searches again, or if a token has both the last characters before the answer
-        and its first ones. It is 0 if the end has no answer.
+        The reward is missing if the end searches again, or if one token has the end of the heading and the beginning of
+        the answer, so that the end cannot be split. It is 0 if the end has no answer.
         """
         rewards = list(this_round.rewards)
         split_ends: dict[int, SplitEnd] = {}
@@ -112,8 +116,6 @@ def answer_start(end: Sequence, layout: Layout) -> int | None:
 
     The answer begins behind the last heading of an answer in the end's last turn.
     """
-    if end.closed_forced_step is not None:  # the layout has written the heading
-        return end.turn_start
     protocol = layout.protocol
     for start in range(len(end.tokens), end.turn_start, -1):
         text = layout.tokenizer.decode(end.tokens[end.turn_start : start])
@@ -133,7 +135,7 @@ def split(end: Sequence, start: int, layout: Layout) -> SplitEnd:
 
 
 def right_answer(end: Sequence, layout: Layout) -> list[int]:
-    """Returns the tokens of the right answer, as SFT on a demonstration has them behind the heading of the answer."""
+    """Returns the tokens that follow the heading of the answer in an SFT row: the right answer and the turn's end."""
     protocol = layout.protocol
     step = Step("-", answer=end.question.answers[0])
     _, heading, text = protocol.render(step, len(end.steps)).rpartition(protocol.answer_heading)
@@ -145,7 +147,10 @@ def right_answer(end: Sequence, layout: Layout) -> list[int]:
 
 
 def with_outcome(reward: EpisodeReward, outcome: float) -> EpisodeReward:
-    """Returns a reward of --learn answer whose outcome, at the last step, has another value."""
+    """Returns a copy of an end's reward with another outcome.
+
+    The outcome is the whole reward, given at the last step, because --learn answer has no other rewards.
+    """
     by_step = [0.0] * len(reward.by_step)
     by_step[-1] = outcome
     return EpisodeReward(by_step, parts=reward.parts | {"outcome": outcome}, answer_reward=outcome)

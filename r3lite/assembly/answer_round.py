@@ -8,6 +8,7 @@ of retrieval. Training on reading alone is reported to help in arXiv 2505.13258 
 import math
 import statistics
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.core.config import UsageError, flag
@@ -64,6 +65,7 @@ class AnswerSampler(RoundSampler):
     engine: Engine  # never a remote engine, which has no `end_again`
     # By the id of their question, see answer_contexts.py. None: contexts are sampled for each round.
     contexts: dict[str, Sequence] | None = None
+    requirement: ClassVar[str] = "retrieved every gold paragraph"  # of contexts, as an error says it
 
     def __post_init__(self):
         if self.contexts is not None:
@@ -133,9 +135,7 @@ class AnswerSampler(RoundSampler):
                 used=used,
             )
         if not contexts:
-            cause = (
-                f"none of {len(drawn)} episodes retrieved every gold paragraph, but --learn answer needs such episodes"
-            )
+            cause = f"none of {len(drawn)} episodes {self.requirement}, but --learn answer needs such episodes"
             raise R3LiteError(
                 cause,
                 "Raise --top-k or --max-hops, check the retriever, or pass --learn episode.",
@@ -194,6 +194,6 @@ def check(config: PpoConfig) -> None:
 
 
 def learns_from_ends(algorithm: type[Algorithm]) -> bool:
-    """Returns whether an algorithm compares the episodes of a group, and learns from nothing else."""
+    """Returns whether an algorithm compares the episodes of a group, and learns from no other episodes."""
     learns_off_policy = algorithm.has_traces or algorithm.has_replay or algorithm.has_teacher
     return algorithm.has_groups and not algorithm.has_critic and not learns_off_policy

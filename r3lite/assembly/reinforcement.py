@@ -14,7 +14,7 @@ import torch
 from r3lite.assembly import answer_round, rl_guidance, rl_questions, rl_setup, teacher
 from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.rl_round import Round, RoundSampler
-from r3lite.assembly.samplers import sampler_type
+from r3lite.assembly.samplers import sampler_maker
 from r3lite.assembly.teacher import Teacher
 from r3lite.assembly.validation import Validation, build_validation, read_held_out
 from r3lite.core import run_files
@@ -184,7 +184,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         mean_entropies=learner.mean_entropies,
     )
     run_teacher = teacher.build_teacher(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
-    make_sampler = sampler_type(config, questions, engine=engine, learner=learner)
+    make_sampler = sampler_maker(config, questions, engine=engine, learner=learner)
     round_sampler = make_sampler(
         config=config,
         questions=questions,

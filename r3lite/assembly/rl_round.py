@@ -186,9 +186,9 @@ class RolloutEngine(Protocol):
     grant: Grant
 
     def begin_round(self, number: int, retrieve: Retrieve) -> None:
-        """Prepares the engine for a round. Its episodes are sampled with the weights that the policy has now.
+        """Prepares the engine for a round. Its episodes are sampled with the policy's present weights.
 
-        With --max-staleness they may be sampled already, with the weights before the last update.
+        With --max-staleness 1 they may have been sampled before the last update, with the weights of that time.
         """
 
     def run(

@@ -1,4 +1,4 @@
-"""Builds the sampler of a run's rounds: of whole episodes or of ends of contexts, here or on --rollout-server."""
+"""Chooses the sampler of a run's rounds: of whole episodes, or of ends of contexts for --learn answer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,13 +13,16 @@ from r3lite.rollout.engine import Engine
 from r3lite.settings import PpoConfig
 
 
-def sampler_type(
+def sampler_maker(
     config: PpoConfig,
     questions: list[Question],
     engine: Engine,
     learner: Learner,
 ) -> Callable[..., RoundSampler]:
-    """Returns the type of the sampler of a run; of --learn answer with the arguments that it has of its own."""
+    """Returns what builds a run's sampler from the fields of RoundSampler.
+
+    The further fields that --learn answer needs are set already.
+    """
     if config.rl.learn != "answer":
         return RoundSampler
     contexts = None

@@ -103,8 +103,8 @@ class SFTTrainer:
         """Tries out whether memory suffices for a step of the run's longest rows, and drops the gradients.
 
         Sizes of passes that had to be reduced stay reduced. One process tries only the largest micro-batch of these
-        rows. Several ranks try all micro-batches: `add_gradients` would divide the rows of a single one among the
-        ranks, so that none would run it whole. Micro-batches of shorter rows may be larger, but are within
+        rows. Several ranks try all of these rows: `add_gradients` divides its rows among the ranks, so with those of
+        one micro-batch no rank would run all of it. Micro-batches of shorter rows may be larger, but are within
         `micro_batch_tokens`, which the memory plan covers.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]

@@ -67,8 +67,8 @@ def adapter_folder(folder: str | Path) -> Path:
     return folder
 
 
-def no_adapter(path: str) -> str:
-    """Returns the end of an error about a folder without an adapter; "" if it has one, or a model.
+def adapter_fault(path: str) -> str:
+    """Returns what an error says behind the name of a folder without an adapter; "" if it has one, or a model.
 
     It names the runs in the folder that have an adapter.
     """
@@ -99,10 +99,10 @@ def _command_and_settings(adapter: str | Path) -> tuple[str, dict[str, Any]]:
     return "", {}
 
 
-def _settings_of_episodes(adapter: str | Path) -> dict[str, Any]:
-    """Returns the settings of a run that other commands may take.
+def _inheritable_settings(adapter: str | Path) -> dict[str, Any]:
+    """Returns the settings of an adapter's run that other commands may take.
 
-    These are all, but for max_length of an SFT run: it limits rows, not episodes.
+    These are all, except max_length of an SFT run, which limits rows and not episodes.
     """
     command, settings = _command_and_settings(adapter)
     if command == "sft":
@@ -128,7 +128,8 @@ def inherited_settings(config: Any, explicit: Collection[str]) -> dict[str, Inhe
     place, of_run = _settings_of_runs(values)
     for section in sections(config).values():
         kinds = kinds_of(type(section))
-        # If the user chose another format than the run's, the run's prompts and limits of a format are of no use.
+        # If the user chose another format than the run's, no setting of this section is inherited: they are prompts and
+        # limits of the run's format.
         is_other_format = "format" in kinds and "format" in explicit and of_run.get("format") != values["format"]
         for name, kind in kinds.items():
             if name in explicit:
@@ -138,6 +139,7 @@ def inherited_settings(config: Any, explicit: Collection[str]) -> dict[str, Inhe
             value = of_run.get(name)
             if Trait.OF_RUN not in kind.traits or value is None or is_other_format:
                 continue
+            # A file that no longer exists is not inherited; "none" stands for no file.
             is_gone = input_path(kind) is not None and value != "none" and not exists_or_shipped(value)
             if not is_gone:
                 inherited[name] = InheritedSetting(value, place)
@@ -147,9 +149,10 @@ def inherited_settings(config: Any, explicit: Collection[str]) -> dict[str, Inhe
 def _encoder_of_index(values: Mapping[str, Any]) -> dict[str, InheritedSetting]:
     """Returns the encoder of the index that is searched or edited; nothing if there is none."""
     place = values.get("index")
-    if values.get("add") or values.get("delete"):  # of `index`, which edits the index in --output
+    if values.get("add") or values.get("delete"):  # flags of the command `index`, which edits the index in --output
         place = values["output"]
-    if not place or values.get("retriever", VECTOR_RETRIEVERS[0]) not in VECTOR_RETRIEVERS:
+    searches_vectors = "retriever" not in values or values["retriever"] in VECTOR_RETRIEVERS
+    if not place or not searches_vectors:
         return {}
     with contextlib.suppress(R3LiteError):  # it is raised again when the index is opened
         encoder = read_record(Path(place) / MANIFEST, "").text("encoder")
@@ -165,10 +168,10 @@ def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     adapters = [adapter for adapter in adapters if adapter]
     model = values.get("model")
     if not adapters and model and Path(model).name == MODEL:
-        of_model = _settings_of_episodes(model)
+        of_model = _inheritable_settings(model)
         of_model.pop("model", None)  # the base that the run started from
         return model, of_model
-    runs = [_settings_of_episodes(adapter) for adapter in adapters]
+    runs = [_inheritable_settings(adapter) for adapter in adapters]
     return ", ".join(adapters), in_common([run for run in runs if run])
 
 

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass(kw_only=True)
 class TokenRecord:
-    """T tokens. N of them are actions, which a model wrote.
+    """T tokens. N of them are actions: those that are learned.
 
-    The others are of prompts, of documents, and of the heading that the layout writes before a forced answer.
+    A sampled action was written by the policy. In other records the actions are what a model should write: the turns of
+    an SFT row, or a right answer. The other tokens are of prompts, of documents, of headings that the layout writes,
+    and of earlier turns that are not learned again (`Sequence.reopened`).
     """
 
     tokens: list[int] = field(default_factory=list)  # [T]
-    action_mask: list[bool] = field(default_factory=list)  # [T]: True if the model wrote the token
+    action_mask: list[bool] = field(default_factory=list)  # [T]: True for actions
     # [N] log-probabilities of the actions, recorded while they were sampled. Empty: none were recorded, as in rows of
     # SFT data. RL sets them to 0 for actions that a teacher wrote.
     logprobs: list[float] = field(default_factory=list)

@@ -9,9 +9,9 @@ YES_NO = ("yes", "no")
 
 
 def balanced(questions: Sequence[Question]) -> list[Question]:
-    """Returns the questions in their order, but as many that are answered by yes as by no.
+    """Returns the questions in their order, without some of those answered by yes or no: equally many of both stay.
 
-    Which questions of the more frequent answer stay depends on `questions` alone.
+    The choice depends on `questions` alone, not on --seed.
     """
     by_answer = []
     for answer in YES_NO:

@@ -23,14 +23,17 @@ from r3lite.models.packing import states_before
 
 @dataclass(frozen=True)
 class Rollout:
-    """An episode with its rewards: sampled in this round, replayed from an earlier one, or written by a teacher."""
+    """An episode with its rewards: sampled in this round, replayed from an earlier one, or written by a teacher.
+
+    It may also be an episode whose answer was replaced by the right one.
+    """
 
     record: TokenRecord  # its T tokens, N of which are actions
     token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)
     group: int  # number of the group: the rollouts of one draw of a question
     cut_off: bool = False  # the episode reached a token limit before its answer
-    # The episode was not sampled in this round. A replayed one has the log-probabilities of the policy that sampled it,
-    # a teacher's trace has log-probabilities 0.
+    # The actions were not sampled in this round. Those of a replayed episode have the log-probabilities of the policy
+    # that sampled them, those of a teacher's trace 0, and those of a right answer the current policy's.
     off_policy: bool = False
     failed: bool = False  # see EpisodeReward.failed
     teacher: TopTokens | None = None  # a teacher's distributions for the N action tokens
@@ -63,12 +66,12 @@ class Rollout:
 class Batch:
     """Rollouts padded on the right to [B, T]. Padding is never an action, so no loss and no mean reads it.
 
-    `Batch.of` leaves `trainer_logprobs` and the fields after it None; the learner sets them. The off-policy rows of a
-    group come after the group's other rows.
+    `Batch.of` leaves `trainer_logprobs` and the fields after it None; the learner sets them. The first row
+    of a group is on-policy.
     """
 
     tokens: Tensor  # [B, T] long
-    # [B, T] bool: written by the policy or a teacher. This is the one mask of all losses, means and denominators.
+    # [B, T] bool: see TokenRecord.action_mask. This is the one mask of all losses, means and denominators.
     action_mask: Tensor
     # "At actions": only the numbers at the positions of action tokens mean something.
     logprobs: Tensor  # [B, T] at actions: Rollout.record.logprobs, for sampled rows those that the sampler recorded
@@ -116,7 +119,7 @@ class Batch:
 
     def select(self, rows: list[int]) -> "Batch":
         """Returns the batch of some rows, in this order."""
-        tensors = {}  # without the fields that are None, which are None by default
+        tensors = {}  # without the fields that are None: in the new batch, too, they are None by default
         for name, x in vars(self).items():
             if isinstance(x, Tensor):
                 tensors[name] = x[rows]
@@ -171,7 +174,7 @@ class Batch:
         for row in chain.from_iterable(blocks):
             if self.off_policy is not None and self.off_policy[row]:
                 # The row before it is of the same group: algorithms with off-policy rows shuffle `by_group`, and the
-                # off-policy rows are the last of their group.
+                # the first row of a group is on-policy.
                 units[-1].append(row)
             else:
                 units.append([row])
@@ -228,7 +231,7 @@ class ActionTokens:
     weights: Tensor
     reference: Tensor | None
     value_targets: Tensor | None
-    off_policy: Tensor | None = None  # bool: its episode was not sampled in this round
+    off_policy: Tensor | None = None  # bool: see Rollout.off_policy
     episode_log_ratios: Tensor | None = None  # mean log-ratio of each token's episode, for algorithms that use it
 
     @staticmethod

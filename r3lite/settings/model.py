@@ -17,11 +17,11 @@ from r3lite.core.config import (
     Section,
     Whole,
 )
-from r3lite.core.inherited import no_adapter
+from r3lite.core.inherited import adapter_fault
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.conditions import trains, tunes_adapter
 
-ADAPTER = InputPath("run", "Pass a run folder, or the adapter/ in it.", fault=no_adapter)
+ADAPTER = InputPath("run", "Pass a run folder, or the adapter/ in it.", fault=adapter_fault)
 Projection = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

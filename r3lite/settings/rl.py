@@ -117,7 +117,7 @@ class RLSettings(Section):
     overlong_cache: Annotated[float, Bounds(above=0, high=1)] = 0.2
     """the penalty rises over this last share of the tokens that an episode may sample (dapo)"""
     length_constant: Count | None = None
-    """divisor of the summed token losses of an episode (dr-grpo); default: the maximum tokens it may sample"""
+    """divisor of the summed token losses of an episode; default: the most tokens it may sample (dr-grpo, verifree)"""
     traces: Annotated[str | None, DATA_FILE] = None
     """a teacher's traces: a file of trajectories, or of rows with question, reasoning and answer (luffy, hybrid)"""
     trace_share: Fraction = 0.5

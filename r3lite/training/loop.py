@@ -206,7 +206,8 @@ def _take_step(
     state = trainer.state
     snapshot = state.snapshot()
     start = time.perf_counter()
-    # Seeds dropout if there are several ranks; a single process goes on with its generator, which checkpoints have.
+    # With several ranks, seeds each rank's dropout for this step. One process needs no seed: checkpoints save the state
+    # of its generator.
     run.ranks.begin_step(f"{run.config.common.seed}/{number}")
     try:
         with interrupts.step():

@@ -7,7 +7,7 @@ import torch
 from torch.utils import flop_counter
 
 from bench import counted, full_length, kernels, kernels_page, options, records
-from bench.by_layer import PRODUCTS, Cost, Split, cost, moved, split
+from bench.by_layer import PRODUCTS, Cost, Split, bytes_moved, cost, split
 from bench.contest import OURS
 from bench.counted import MERGED, MODEL, PEFT, RECOMPUTED, Work
 from bench.stress.simulation.counts import Counts
@@ -75,8 +75,8 @@ def test_a_layer_is_what_a_second_one_adds_and_the_rest_is_outside():
         return {Work("sums", OURS): card.so_far() - before}
 
     ((_, found),) = split(work, TINY, TINY.vocab_size, FP32).items()
-    assert (found.layer.kernels, moved(found.layer)) == (2, 2 * 2 * 64)
-    assert (found.outside.kernels, moved(found.outside)) == (3, 3 * 2 * 4)
+    assert (found.layer.kernels, bytes_moved(found.layer)) == (2, 2 * 2 * 64)
+    assert (found.outside.kernels, bytes_moved(found.outside)) == (3, 3 * 2 * 4)
     assert found.layer.operators == {"add": 2} and found.outside.operators == {"add": 3}
 
 
@@ -109,7 +109,9 @@ def test_predicted_seconds_by_hand():
     """
     layer = of(("mm", 30, 20, 700), ("_attention_", 8, 2, 40), ("add", 4, 2, 0))
     found = Split(layer, of(("addmm_", 90, 10, 100)))
-    assert cost(found, 1) == Cost(of_products=150, products=800, attention=40, moved=16, kernels=4)
+    assert cost(found, 1) == Cost(
+        product_bytes=150, product_operations=800, attention_operations=40, other_bytes=16, kernels=4
+    )
     card = Speeds("card", {"fp32": 100.0}, {"fp32": 1000.0}, 0.2, "here")
     # 2 layers: max(200 / 100, 1500 / 1000) for products, 80 / 1000 and 32 / 100 for the rest, 7 kernels
     assert cost(found, 2).seconds(card, "fp32") == pytest.approx(2.0 + 0.08 + 0.32 + 1.4)
@@ -149,7 +151,7 @@ def test_bytes_of_a_decoding_step_of_one_layer(decoded):
     numbers = two_norms + qkv + rotated + (256 + 256) + attended + out + gate_up + swiglu + down  # the cache's: 256
     indices, statistics = 2 * 8, 2 * 4 + 4 * 4  # int64 of a row and a slot; fp32 of the norms and of attention
     layer = decoded["decoding, batch 1", MODEL].layer
-    assert moved(layer) == 2 * numbers + indices + statistics
+    assert bytes_moved(layer) == 2 * numbers + indices + statistics
     assert layer.computed["mm"] + layer.computed["addmm"] + layer.computed["addmm_"] == 2 * (WEIGHTS + adapters())
 
 
