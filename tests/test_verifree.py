@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from r3lite import ppo
-from r3lite.assembly import answer_likelihood
-from r3lite.assembly.answer_likelihood import LikelihoodRound, LikelihoodSampler, SplitEnd, answer_start, right_answer
+from r3lite.assembly.answer_likelihood import LikelihoodRound, LikelihoodSampler, SplitEnd, right_answer, split
 from r3lite.assembly.answer_round import check
 from r3lite.core.config import UsageError
 from r3lite.core.episode import ANSWERED, Question, Step
@@ -127,48 +126,87 @@ def test_contexts_are_those_of_the_demonstrations(trial, cold):
         assert [step["query"] for step in episode["steps"][:-1]] == demonstrated[episode["id"]]
 
 
-@pytest.mark.parametrize(
-    ("format", "analysis", "sampled", "right"),
-    [
-        ("r3", "Step 2:\nThe problem analysis: It is Rome.\nThe final answer:", " Milan", " Rome"),
-        # In the middle of a line the words of the heading are plain text.
-        ("r3", "Step 2:\nThe problem analysis: The final answer: is near.\nThe final answer:", " Milan", " Rome"),
-        ("tags", "<think> It is Rome. </think><answer>", " Milan </answer>", " Rome </answer>"),
-        ("dag", "A: Rome\nThe final answer:", " Milan", " Rome"),
-    ],
-)
-def test_an_end_is_split_where_its_answer_begins(tokenizer, format, analysis, sampled, right):
-    layout = Layout(tokenizer, build_protocol(ProtocolSettings(format=format)), LengthSettings())
+R3_TURN = "Step 2:\nThe problem analysis: It is Rome.\nThe final answer:"
+
+
+def end_of(layout: Layout, text: str, answer: str = "Rome") -> Sequence:
+    """Returns a sequence whose last turn, the second, has a text."""
     tokenizer = layout.tokenizer
-    question = Question("1", "Which city?", ("Rome", "Roma"))
     prompt = tokenizer.encode("Which city?")
-    tokens = [*prompt, *tokenizer.encode(analysis + sampled)]
-    end = Sequence(
-        question,
-        tokens=tokens,
-        action_mask=[False] * len(prompt) + [True] * (len(tokens) - len(prompt)),
+    turn = tokenizer.encode(text)
+    return Sequence(
+        Question("1", "Which city?", (answer, "Roma")),
+        tokens=[*prompt, *turn],
+        action_mask=[False] * len(prompt) + [True] * len(turn),
         steps=[Step("a"), Step("b", answer="Milan")],
         turn_start=len(prompt),
         finish=ANSWERED,
         stream=Uniforms(""),
     )
-    start = answer_start(end, layout)
-    assert tokenizer.decode(tokens[len(prompt) : start]) == analysis
-    answer = right_answer(end, layout)
-    if layout.protocol.user_turns:
-        assert answer.pop() == tokenizer.stop_id
-    assert tokenizer.decode(answer) == right
-    split_end = answer_likelihood.split(end, start, layout)
-    assert split_end.analysis.tokens == tokens[:start] == split_end.answer.tokens[:start]
+
+
+def layout_of(tokenizer, **settings) -> Layout:
+    return Layout(tokenizer, build_protocol(ProtocolSettings(**settings)), LengthSettings())
+
+
+@pytest.mark.parametrize(
+    ("settings", "analysis", "sampled", "right"),
+    [
+        ({}, R3_TURN, " Milan", " Rome"),
+        # In the middle of a line the words of the heading are plain text, before it and in the answer.
+        ({}, R3_TURN.replace("It is", "The final answer: is not"), " Milan", " Rome"),
+        ({}, R3_TURN, " The final answer: Milan\nand The final answer: more", " Rome"),
+        ({"format": "tags"}, "<think> It is Rome. </think><answer>", " Milan </answer>", " Rome </answer>"),
+        (
+            {"format": "tags", "tags": "lenient"},
+            "<think> It is </think><Answer>",
+            "Milan</Answer>",
+            " Rome </answer>",
+        ),
+        ({"format": "dag"}, "A: Rome\nThe final answer:", " Milan", " Rome"),
+    ],
+)
+def test_an_end_is_split_where_its_answer_begins(tokenizer, settings, analysis, sampled, right):
+    layout = layout_of(tokenizer, **settings)
+    end = end_of(layout, analysis + sampled)
+    split_end = split(end, layout)
+    start = len(split_end.analysis.tokens)
+    assert layout.tokenizer.decode(end.tokens[end.turn_start : start]) == analysis
+    assert split_end.analysis.tokens == end.tokens[:start] == split_end.answer.tokens[:start]
     assert split_end.analysis.action_mask == end.action_mask[:start]
     assert not any(split_end.answer.action_mask[:start]) and all(split_end.answer.action_mask[start:])
+    answer = split_end.answer.tokens[start:]
+    if layout.protocol.user_turns:
+        assert answer.pop() == layout.tokenizer.stop_id
+    assert layout.tokenizer.decode(answer) == right
+    if not layout.protocol.plans:  # else parsing needs the episode's plan
+        text = layout.tokenizer.decode([*end.tokens[end.turn_start : start], *answer])
+        assert layout.protocol.parse(text, [Step("a")]).answer == "Rome"
 
 
-def test_an_end_without_the_heading_has_no_answer(tokenizer):
-    layout = Layout(tokenizer, build_protocol(ProtocolSettings()), LengthSettings())
-    tokens = layout.tokenizer.encode("Step 1:\nThe problem analysis: The final answer: Rome")
-    end = Sequence(Question("1", "?", ("a",)), tokens=tokens, action_mask=[True] * len(tokens), stream=Uniforms(""))
-    assert answer_start(end, layout) is None
+@pytest.mark.parametrize(
+    ("settings", "answer"),
+    [({}, "The final answer: yes"), ({"format": "tags"}, "the <answer> tag"), ({}, "Rome")],
+)
+def test_the_whole_right_answer_is_taken(tokenizer, settings, answer):
+    """Behind the last heading stood only the end of an answer that has the words of the heading."""
+    layout = layout_of(tokenizer, **settings)
+    step = Step("-", answer=answer)
+    text = layout.protocol.render(step, 2)
+    right = right_answer(end_of(layout, text, answer), layout)
+    if layout.protocol.user_turns:
+        right.pop()
+    assert text.endswith(layout.tokenizer.decode(right)) and answer in layout.tokenizer.decode(right)
+
+
+def test_an_end_without_the_heading_or_without_room_is_not_split(tokenizer):
+    layout = layout_of(tokenizer)
+    assert split(end_of(layout, "Step 2:\nThe problem analysis: The final answer: Rome"), layout) is None
+    end = end_of(layout, f"{R3_TURN} Milan")
+    length = len(split(end, layout).answer.tokens)
+    for max_length, fits in ((length, True), (length - 1, False)):
+        shorter = Layout(layout.tokenizer, layout.protocol, LengthSettings(max_length=max_length))
+        assert (split(end, shorter) is not None) == fits
 
 
 def test_ends_without_an_answer_are_learned_and_those_without_a_reward_are_not():

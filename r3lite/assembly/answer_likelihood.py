@@ -17,7 +17,6 @@ from r3lite.core.token_record import TokenRecord
 from r3lite.protocols.layout import Layout
 from r3lite.rewards.reward import EpisodeReward
 from r3lite.rl.batch import Batch, Rollout
-from r3lite.rl.refill import groups_with_variance
 from r3lite.rollout.sequence import Sequence
 
 
@@ -79,26 +78,28 @@ class LikelihoodSampler(AnswerSampler):
     def _rewarded(self, this_round: AnswerRound) -> LikelihoodRound:
         """Returns the round with the probabilities of the right answers as rewards.
 
-        The reward is missing if the end searches again, or if one token has the end of the heading and the beginning of
-        the answer, so that the end cannot be split. It is 0 if the end has no answer.
+        The reward is missing if the end searches again, and if it cannot be split. It is 0 if the end has no answer. A
+        group is learned if one of its rewards is above 0: even without variance there are right answers to learn.
         """
         rewards = list(this_round.rewards)
         split_ends: dict[int, SplitEnd] = {}
         for i, end in enumerate(this_round.sequences):
             if rewards[i] is None or end.finish != ANSWERED:
                 continue
-            layout = self.engine.layout_of(end)
-            start = answer_start(end, layout)
-            if start is None:
+            split_end = split(end, self.engine.layout_of(end))
+            if split_end is None:
                 rewards[i] = None
             else:
-                split_ends[i] = split(end, start, layout)
+                split_ends[i] = split_end
         if split_ends:
             likelihoods = self._likelihoods([split_end.answer for split_end in split_ends.values()])
             for i, likelihood in zip(split_ends, likelihoods, strict=True):
                 rewards[i] = with_outcome(rewards[i], likelihood * self.config.reward.outcome_em)
         rewarded = replace(this_round, rewards=rewards)
-        learned_groups = groups_with_variance(rewarded.signals())
+        learned_groups = set()
+        for group, reward in zip(this_round.groups, rewards, strict=True):
+            if reward is not None and reward.total > 0:
+                learned_groups.add(group)
         fields = vars(rewarded) | {"learned_groups": learned_groups}
         return LikelihoodRound(**fields, split_ends=split_ends)
 
@@ -111,22 +112,17 @@ class LikelihoodSampler(AnswerSampler):
         return logprobs.sum(-1).exp().tolist()
 
 
-def answer_start(end: Sequence, layout: Layout) -> int | None:
-    """Returns the index of the first token of an end's answer; None if no token begins there.
+def split(end: Sequence, layout: Layout) -> SplitEnd | None:
+    """Splits an end where its answer begins; returns None if no token begins there, or if the right answer is too long.
 
-    The answer begins behind the last heading of an answer in the end's last turn.
+    It is too long if the end with the right answer would exceed --max-length.
     """
-    protocol = layout.protocol
-    for start in range(len(end.tokens), end.turn_start, -1):
-        text = layout.tokenizer.decode(end.tokens[end.turn_start : start])
-        if text.endswith(protocol.answer_heading) and protocol.begins_answer(text):
-            return start
-    return None
-
-
-def split(end: Sequence, start: int, layout: Layout) -> SplitEnd:
-    """Splits an end where its answer begins, at token `start`."""
+    start = answer_start(end, layout)
+    if start is None:
+        return None
     answer = right_answer(end, layout)
+    if start + len(answer) > layout.lengths.max_length:
+        return None
     with_answer = TokenRecord(
         tokens=end.tokens[:start] + answer,
         action_mask=[False] * start + [True] * len(answer),
@@ -134,12 +130,31 @@ def split(end: Sequence, start: int, layout: Layout) -> SplitEnd:
     return SplitEnd(analysis=end.first(start), answer=with_answer)
 
 
+def answer_start(end: Sequence, layout: Layout) -> int | None:
+    """Returns the index of the first token behind the heading that begins an end's answer.
+
+    Returns None if the heading's last token goes on with the answer.
+    """
+    protocol = layout.protocol
+    opened = replace(end, step_ends=[])  # its tokens grow by one at a time
+    for start in range(end.turn_start + 1, len(end.tokens) + 1):
+        opened.tokens = end.tokens[:start]
+        text = layout.turn_text.read(opened)
+        if protocol.begins_answer(text):
+            # Lenient formats take the heading in any letter case.
+            if text.lower().endswith(protocol.answer_heading.lower()):
+                return start
+            return None
+    return None
+
+
 def right_answer(end: Sequence, layout: Layout) -> list[int]:
     """Returns the tokens that follow the heading of the answer in an SFT row: the right answer and the turn's end."""
     protocol = layout.protocol
-    step = Step("-", answer=end.question.answers[0])
-    _, heading, text = protocol.render(step, len(end.steps)).rpartition(protocol.answer_heading)
-    assert heading
+    number = len(end.steps)
+    any_answer = protocol.render(Step("-", answer="-"), number)
+    place = any_answer.rindex(protocol.answer_heading) + len(protocol.answer_heading)
+    text = protocol.render(Step("-", answer=end.question.answers[0]), number)[place:]
     tokens = layout.tokenizer.encode(text)
     if protocol.user_turns:  # else a stop string ends the turn
         tokens.append(layout.tokenizer.stop_id)

@@ -30,7 +30,10 @@ MIN_DRAW_LIMIT = 64  # as long as a round has no context, it may draw at least t
 
 @dataclass(frozen=True)
 class AnswerRound(Round):
-    """The ends of a round's contexts. Groups without variance are not learned from: they have nothing to teach."""
+    """The ends of a round's contexts.
+
+    Groups without variance have nothing to teach, unless right answers are learned, and are left out.
+    """
 
     drawn: list[Sequence] = field(default_factory=list)  # the whole episodes; some of them are contexts
 
@@ -44,7 +47,7 @@ class AnswerRound(Round):
         """Returns means over the ends and over the whole episodes.
 
         `searches` is of the whole episodes, since an end makes no search. `contexts/zero_std` is the share of contexts
-        whose ends all have the same reward. frac_reward_zero_std cannot show it: the batch leaves such contexts out.
+        whose ends all have the same reward. frac_reward_zero_std may not show it: most batches leave them out.
         """
         episodes = [sequence.episode() for sequence in self.drawn]
         group_count = len(set(self.groups))
@@ -53,7 +56,7 @@ class AnswerRound(Round):
             "contexts/episodes": len(episodes),
             "contexts/recall": statistics.fmean(episode.recall or 0.0 for episode in episodes),
             "contexts/full_recall": statistics.fmean(map(is_context, self.drawn)),
-            "contexts/zero_std": 1 - len(self.learned_groups) / group_count,
+            "contexts/zero_std": 1 - len(groups_with_variance(self.signals())) / group_count,
             "ends/searching_ratio": statistics.fmean(end.finish == SEARCHING for end in self.sequences),
         }
 
@@ -138,7 +141,7 @@ class AnswerSampler(RoundSampler):
             cause = f"none of {len(drawn)} episodes {self.requirement}, but --learn answer needs such episodes"
             raise R3LiteError(
                 cause,
-                "Raise --top-k or --max-hops, check the retriever, or pass --learn episode.",
+                "Raise --top-k or --max-hops, check the retriever, or pass --contexts.",
                 code="no-complete-contexts",
             )
         return drawn, contexts[:size]
@@ -177,6 +180,11 @@ def check(config: PpoConfig) -> None:
             f"--learn answer needs a --format that searches, which {config.protocol.format} does not",
             code="answers-without-searches",
         )
+    if rl.contexts and any("format" in entry for entry in config.mixture.sources or ()):
+        raise UsageError(
+            "--contexts needs sources of one format: pass --format, without a format of a source",
+            code="contexts-of-formats",
+        )
     if config.remote.rollout_server:
         raise UsageError("--learn answer does not work with --rollout-server: remove one", code="answers-from-workers")
     if rl.expand_limit or rl.refill_limit:
@@ -185,11 +193,11 @@ def check(config: PpoConfig) -> None:
             f"--learn answer does not work with {flag(name)}: pass {flag(name)} 0", code="answers-with-setting"
         )
     if not config.reward.outcome_em:
-        raise UsageError("--learn answer rewards exact match: pass --outcome-em above 0", code="answers-unrewarded")
+        raise UsageError("--learn answer pays --outcome-em alone: pass --outcome-em above 0", code="answers-unrewarded")
     for name in UNPAID_FOR_ANSWERS:
         if getattr(config.reward, name):
             raise UsageError(
-                f"--learn answer rewards exact match alone: remove {flag(name)}", code="answers-reward-em-alone"
+                f"--learn answer pays --outcome-em alone: remove {flag(name)}", code="answers-reward-em-alone"
             )
 
 

@@ -22,7 +22,8 @@ from r3lite.core.config import UsageError, flag, flat
 from r3lite.core.episode import Question
 from r3lite.core.files import append_jsonl
 from r3lite.core.spans import NO_SPANS, Spans, Stopwatch, build_spans
-from r3lite.datasets.sources import entries_of, protocols_of, read_questions_of
+from r3lite.datasets.rl_questions import read_rl_questions
+from r3lite.datasets.sources import entries_of, protocols_of
 from r3lite.devices.ranks import Ranks
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -145,7 +146,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
 
 def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTrainer, Validation | None]:
     """Reads the data of a run and loads its models; returns its trainer, and its validation if it has one."""
-    questions = read_questions_of(config.data, config.mixture)
+    questions = read_rl_questions(config)
     rl_questions.check(config, questions)
     retrieval = retrieval_setup(config, questions)
     retrieve = build_retriever(retrieval)

@@ -31,7 +31,7 @@ def check(config: PpoConfig, questions: Sequence[Question]) -> None:
         cause = f"--learn answer needs gold paragraphs, but {without_gold} of {len(questions)} questions have none"
         raise R3LiteError(
             cause,
-            "Pass questions with supporting facts or paragraphs, or --learn episode.",
+            "Pass questions with supporting facts or paragraphs, or --learn episode and an algorithm that takes it.",
             code="answers-without-paragraphs",
         )
 

@@ -32,7 +32,7 @@ from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.wire import AdapterFiles, EpisodeLimits, identity_of, sequence_to_json, tickets_from_json
-from r3lite.settings import PpoConfig, RlQuestionSettings, RolloutWorkerConfig
+from r3lite.settings import NewQuestionSettings, PpoConfig, RolloutWorkerConfig
 
 LARGEST = 900 << 20  # bytes of a request, mostly an adapter
 AT_ONCE = 64  # episodes sampled at a time, if the memory suffices and --rollout-batch-size is not set
@@ -197,7 +197,7 @@ def build_service(config: RolloutWorkerConfig, token: str | None = None) -> Roll
     protocols = protocols_of(config.protocol, config.mixture)  # a bad prompt file is refused before a download
     plan = plan_memory(config)
     folder = weights.resolve_folder(config.model.model)
-    data = RlQuestionSettings(**vars(config.data))
+    data = NewQuestionSettings(**vars(config.data))
     questions: list[Question] = []
     if data.data or config.mixture.sources:
         questions = read_questions_of(data, config.mixture)

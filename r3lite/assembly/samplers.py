@@ -27,7 +27,7 @@ def sampler_maker(
         return RoundSampler
     contexts = None
     if config.rl.contexts:
-        contexts = read_contexts(config.rl.contexts, questions, engine.layouts)
+        contexts = read_contexts(config, questions, engine.layouts)
     if not learner.algorithm.learns_right_answers:
         return partial(AnswerSampler, contexts=contexts)
     policy_logprobs = partial(learner.run_on_all_ranks, learner.policy_logprobs)

@@ -26,6 +26,8 @@ from r3lite.settings import QuickstartConfig
 # for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions right.
 TRAJECTORIES = 300
 HURRIED = 0.5  # the share of the trajectories that answer too early
+COLLECT_TITLE = f"collect trajectories for the cold start ({HURRIED:.0%} of them deliberately answer one hop too early)"
+SFT_TITLE = "SFT: learn the step format and copying from documents"
 # What --quick adds to the arguments of each stage.
 QUICK_ARGUMENTS = {
     "collect": ["--limit", "40"],
@@ -230,21 +232,21 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
             arguments=[*preset, "--corpus", str(world / "corpus.jsonl"), "--output", str(out / "index")],
         )
     trajectories = out / "trajectories.jsonl"
-    title = f"collect trajectories for the cold start ({HURRIED:.0%} of them deliberately answer one hop too early)"
-    collect(title, trajectories, "--hurried-share", str(HURRIED))
+    collect(COLLECT_TITLE, trajectories, "--hurried-share", str(HURRIED))
     stages = [evaluate("base", None, 0.0)]
-    title = "SFT: learn the step format and copying from documents"
-    minutes = train(title, trajectories, adapter=out / "sft", name="SFT")
+    minutes = train(SFT_TITLE, trajectories, adapter=out / "sft", name="SFT")
     stages.append(evaluate("SFT", out / "sft", minutes))
-    arguments = [*shared, "--algorithm", algorithm, "--adapter", str(out / "sft")]
-    arguments += ["--data", str(world / "train.jsonl")]
+    arguments = [*shared, "--algorithm", algorithm, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
     if ALGORITHMS[algorithm].has_traces:  # RL leaves out the hasty traces, whose reward is too small
         # Only the first TRAJECTORIES questions may have a trace.
         arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]
     arguments += [*sampling, "--output", str(out / algorithm)]
+    flawless = out / "flawless.jsonl"
+    if ALGORITHMS[algorithm].has_teacher or ALGORITHMS[algorithm].learns_right_answers:
+        collect("collect correct trajectories for a teacher or for contexts", flawless)
+    if ALGORITHMS[algorithm].learns_right_answers:
+        arguments += ["--contexts", str(flawless)]
     if ALGORITHMS[algorithm].has_teacher:
-        flawless = out / "flawless.jsonl"
-        collect("collect correct trajectories for a teacher", flawless)
         train("SFT of the teacher, a second adapter", flawless, adapter=out / "teacher", name="teacher")
         arguments += ["--teacher", "tiny", "--teacher-adapter", str(out / "teacher"), "--teacher-quantize", "none"]
     arguments += quick_arguments["ppo"]

@@ -12,7 +12,6 @@ from r3lite.core.config import UsageError
 from r3lite.core.episode import Question
 from r3lite.core.errors import R3LiteError
 from r3lite.core.records import Record
-from r3lite.datasets.balance import balanced
 from r3lite.datasets.conversations import (
     KNOWN_LAYOUTS,
     LAYOUTS,
@@ -39,7 +38,7 @@ from r3lite.protocols.base import Protocol
 from r3lite.protocols.chat import Chat, ThinkingChat
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
-from r3lite.settings import DataSettings, ProtocolSettings, RlQuestionSettings, SftConfig, SourceSettings
+from r3lite.settings import DataSettings, NewQuestionSettings, ProtocolSettings, SftConfig, SourceSettings
 from r3lite.settings.data import SourceEntry
 
 CALL = "<functioncall>"  # stands before a call in glaive-function-calling-v2
@@ -171,15 +170,11 @@ def encode_fitting(rows: ExamplesBySource, layouts: Mapping[str, Layout]) -> lis
     return encoded
 
 
-def read_questions_of(data: RlQuestionSettings, mixture: SourceSettings) -> list[Question]:
-    """Returns the questions of all sources, source after source, the first --limit of each; ids are `NAME/ID`.
-
-    With --balance-yes-no, questions of the more frequent answer are left out of each source.
-    """
-    balance = balanced if data.balance_yes_no else list
+def read_questions_of(data: NewQuestionSettings, mixture: SourceSettings) -> list[Question]:
+    """Returns the questions of all sources, source after source, the first --limit of each; ids are `NAME/ID`."""
     entries = entries_of(data, mixture)
     if not entries:
-        return balance(new_questions(data))
+        return new_questions(data)
     questions = []
     for entry in entries:
         name = entry["name"]
@@ -189,7 +184,7 @@ def read_questions_of(data: RlQuestionSettings, mixture: SourceSettings) -> list
                 raise R3LiteError(
                     f"the source {name}: duplicate id {id!r}", "Make the ids unique.", code="source-duplicate-id"
                 )
-        questions += [replace(question, id=f"{name}/{question.id}", source=name) for question in balance(of_source)]
+        questions += [replace(question, id=f"{name}/{question.id}", source=name) for question in of_source]
     return questions
 
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from r3lite.core.episode import Question
-from r3lite.datasets.sources import entries_of, has_steps, read_data, read_questions_of
+from r3lite.datasets.rl_questions import read_rl_questions
+from r3lite.datasets.sources import entries_of, has_steps, read_data
 from r3lite.settings import DataSettings, NewQuestionSettings, PpoConfig, ProtocolSettings, SftConfig, SourceSettings
 
 
@@ -36,11 +37,15 @@ def summary_of_sft(config: SftConfig) -> Summary:
 
 def summary_of_rl(config: PpoConfig) -> Summary:
     """Returns how many questions a run of RL has, and how many rounds."""
-    if missing := missing_of(config.data, config.mixture):
+    missing = missing_of(config.data, config.mixture)
+    for path in config.rl.contexts or ():
+        if not Path(path).exists():
+            missing = missing or path
+    if missing:
         return Summary(text=f"{missing} is not here yet: its questions are not counted")
     if not entries_of(config.data, config.mixture) and not config.data.data:
         return Summary()
-    questions = read_questions_of(config.data, config.mixture)
+    questions = read_rl_questions(config)
     count = len(questions)
     text = table(config.mixture, config.protocol, Counter(question.source for question in questions))
     rounds = config.rounds(count)

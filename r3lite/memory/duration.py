@@ -349,7 +349,7 @@ def predict(w: Workload, memory: Memory) -> Duration | None:
     if w.speeds is None or w.dtype not in w.speeds.flops:
         return None
     costs = {}
-    if w.contexts:
+    if w.contexts and not w.demonstrated_contexts:
         costs["contexts"] = sample(w.contexts, memory, w.contexts.episodes)
     if w.episodes:
         costs["sample"] = sample(w, memory, w.episodes)

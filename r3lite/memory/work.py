@@ -75,6 +75,7 @@ class Workload:
     epochs: int = 1  # how often a round learns from each of its episodes
     # With --learn answer: the sampling of whole episodes. The last turns of some are then sampled several times.
     contexts: "Workload | None" = None
+    demonstrated_contexts: bool = False  # --contexts: no episodes are sampled for them
     expanded: int = 0  # the most failed episodes of a round that are sampled again from a later step (--expand-limit)
     refills: int = 0  # the most refills of a round; their number is not known beforehand
     held_out: int = 0  # questions of a validation; 0: there is no validation

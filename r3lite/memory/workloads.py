@@ -123,9 +123,8 @@ def rl_workload(
     sampling = _sampling(lengths, config.retrieval, episodes, shared)
     contexts = None
     if rl.learn == "answer":
-        if not rl.contexts:
-            full_episodes = _sampling(lengths, config.retrieval, rl.batch_size, shared)
-            contexts = Workload(**_base(model), **adapter, **full_episodes, shared=shared, trains=False)
+        full_episodes = _sampling(lengths, config.retrieval, rl.batch_size, shared)
+        contexts = Workload(**_base(model), **adapter, **full_episodes, shared=shared, trains=False)
         # Only the last turn is sampled. The tokens before it are given, and all episodes of a context share them.
         writes = min(lengths.max_new_tokens, lengths.max_length - 1)
         shared = lengths.max_length - writes
@@ -165,6 +164,7 @@ def rl_workload(
         judge=judge_work(config.judge, model),
         epochs=rl.update_epochs,
         contexts=contexts,
+        demonstrated_contexts=bool(rl.contexts),
         expanded=expanded,
         refills=rl.refill_limit,
         held_out=validation.eval_questions if validated else 0,

@@ -1,5 +1,6 @@
 """Settings of reinforcement learning, and those that each algorithm's paper has."""
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from r3lite.core.config import Basic, Bounds, Count, Fraction, InputPath, NonNegative, Positive, Section, Whole
@@ -9,7 +10,13 @@ from r3lite.settings.conditions import has_documents
 from r3lite.settings.data import DATA_FILE
 from r3lite.settings.model import ADAPTER
 
-DEMONSTRATIONS = InputPath(remedy="Pass files that `python -m r3lite.collect` has written.")
+
+def is_folder(path: str) -> str:
+    """Returns what an error says behind the name of a folder; "" for a file."""
+    return " is a folder" if Path(path).is_dir() else ""
+
+
+DEMONSTRATIONS = InputPath(remedy="Pass files that `python -m r3lite.collect` has written.", fault=is_folder)
 Top = Annotated[int, Bounds(low=1, high=1024)]
 # The keys of rl.algorithms.ALGORITHMS; a test checks that they are the same.
 Algorithm = Literal[

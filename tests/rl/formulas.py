@@ -248,7 +248,7 @@ def dgpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
 def verifree_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 2505.21493: rows 0 and 1 are analyses, each compared with the other; rows 2 and 3 are right answers, whose
     advantage is the probability that they are rewarded with. No std, and 4 tokens, the most of a turn, in place of each
-    length."""
+    length. The KL is that of the analyses."""
     p = batch.rewards.double().sum(-1)
     advantages = [scaled(s, p[0] - p[1]), scaled(s, p[1] - p[0]), scaled(s, p[2]), scaled(s, p[3])]
     gradients = []
@@ -256,6 +256,8 @@ def verifree_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]
         loss = 0.0
         for row in rows:
             gain, kl = terms(s, plain, batch, row, advantages[row])
-            loss = loss - (gain - s.kl_beta * kl).sum() / LENGTHS.max_new_tokens / len(rows)
+            if row in (0, 1):
+                gain = gain - s.kl_beta * kl
+            loss = loss - gain.sum() / LENGTHS.max_new_tokens / len(rows)
         gradients.append(torch.autograd.grad(loss, plain.parameters))
     return gradients

@@ -7,7 +7,8 @@ p grad log pi(right answer | z). p is the expected exact match of the answers to
 groups      the analyses of one context. Each is followed by an off-policy row, the analysis with the right answer, in
             which only the answer's tokens are actions. Both rows have the reward p
 advantages  of an analysis p - mean of the p of the same context's other analyses (RLOO); of its right answer p
-loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy for both. In the first mini-batch of a round
+loss        -min(ratio A, clip(ratio, 1 - low, 1 + high) A) - c_H entropy for both; + beta KL(pi, pi_ref) for analyses,
+            since its estimates are only right for tokens that the policy samples. In the first mini-batch of a round
             the ratio is 1: then the gradient is that above
 normalizer  dr-grpo's: sum over each row's action tokens / a constant, then mean over the rows of the mini-batch
 
@@ -17,10 +18,12 @@ The paper trains base models without retrieval: there the analysis is the whole 
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from r3lite.rl.advantages import leave_one_out
 from r3lite.rl.algorithms.dr_grpo import DrGrpo
-from r3lite.rl.batch import Batch
+from r3lite.rl.batch import ActionTokens, Batch
+from r3lite.rl.losses import TokenLoss
 
 
 class VeriFree(DrGrpo):
@@ -39,3 +42,15 @@ class VeriFree(DrGrpo):
         advantages = likelihoods.clone()
         advantages[is_analysis] = leave_one_out(likelihoods[is_analysis], batch.groups[is_analysis])
         return replace(batch, advantages=advantages[:, None] * batch.action_mask)
+
+    def loss(
+        self,
+        actions: ActionTokens,
+        logprobs: Tensor,
+        entropy: Tensor,
+    ) -> TokenLoss:
+        if actions.reference is not None and actions.off_policy is not None:
+            # Where both policies are equal, the KL is 0, and so is its gradient.
+            reference = torch.where(actions.off_policy, logprobs.detach(), actions.reference)
+            actions = replace(actions, reference=reference)
+        return super().loss(actions, logprobs, entropy)
