@@ -1,1 +1,1 @@
-"""Devices: number formats, loss scaling and random generators. Knows no model."""
+"""Devices: number formats, loss scaling, random generators, ranks, speeds and live memory. Knows no model."""

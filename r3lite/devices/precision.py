@@ -1,6 +1,7 @@
 """Which device and number format a run uses, and what depends on the format: autocast, loss scaling, clipping.
 
-Knows no model and no loss. The frozen base is in the run's dtype; trainable weights are always fp32.
+Knows no model and no loss. The frozen base is in the run's dtype or in NF4; an adapter and a critic are in fp32. Full
+fine-tuning trains the base's weights in the run's dtype.
 """
 
 import math
@@ -24,7 +25,10 @@ BUILDS = "https://pytorch.org/get-started/locally/"
 
 
 class NonFiniteGradients(NotFinite):
-    """Gradients were inf or nan, and no smaller loss scale can help; nothing was updated."""
+    """Gradients were inf or nan, and no smaller loss scale can help.
+
+    Nothing was updated, except in full fine-tuning (AdamW8), which updates some weights before it notices.
+    """
 
 
 def resolve_device(device: str) -> torch.device:
@@ -132,7 +136,8 @@ class Precision:
         """Clips the gradients to `max_norm`, updates, and clears them.
 
         Returns their norm before clipping, and whether the step was skipped (fp16 only; the norm is then not finite).
-        Raises NonFiniteGradients without a scaler, or after MAX_SKIPS_IN_A_ROW skipped steps in a row.
+        Raises NonFiniteGradients if the norm is not finite and there is no scaler, or at the last of MAX_SKIPS_IN_A_ROW
+        skipped steps in a row.
         """
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)

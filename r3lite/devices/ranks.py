@@ -36,7 +36,8 @@ GRACE = 8  # seconds that a rank has for saving and ending when another rank is 
 ALIVE = "alive"
 OVER = "over"  # the rank has ended as planned
 GONE = "gone"  # the rank has failed; the reason follows
-# Of operations between ranks. It is long, as a rank may wait for another's rollouts: the signs tell which rank is dead.
+# The time limit of operations between ranks. It is long, as a rank may wait for another's rollouts; a dead rank is
+# noticed by its missing signs.
 GROUP_TIMEOUT = timedelta(days=30)
 GO_ON = "See its own message; without one, it was killed or its machine is down. Continue with --resume auto."
 
@@ -46,9 +47,9 @@ class RankLost(R3LiteError):
 
 
 def shares(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Divides rows among `size` ranks, from the tokens of each row; returns the numbers of each rank's rows.
+    """Divides rows among `size` ranks by their `lengths`, in tokens; returns the sorted indices of each rank's rows.
 
-    The longest rows come first. Each goes to the rank that has the fewest tokens so far.
+    The rows are dealt from the longest to the shortest, each to the rank that has the fewest tokens so far.
     """
     rows_by_rank: list[list[int]] = [[] for _ in range(size)]
     tokens = [0] * size
@@ -74,7 +75,7 @@ class Ranks:
         return self.rank == 0
 
     def rows_of_rank(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the numbers of the rows that this rank runs the model on; `lengths` has the tokens of all rows."""
+        """Returns the indices of the rows that this rank runs the model on; `lengths` has the tokens of each row."""
         if self.size == 1:
             return list(range(len(lengths)))
         return shares(lengths, self.size)[self.rank]
@@ -148,7 +149,7 @@ class Group(Ranks):
             _take_card(world.local_rank)
             if dist.is_nccl_available():
                 backend = "cpu:gloo,cuda:nccl"
-        self.on_cards = "nccl" in backend  # whether tensors on cards need not be copied to the host
+        self.on_cards = "nccl" in backend  # whether tensors on cards are summed there, not copied to the host first
         self.lost = ""  # why this rank cannot go on; "": it can
         self.stepping = False  # whether the first step has begun
         self._ending = threading.Event()  # set when this rank leaves, so that its watch ends
@@ -275,7 +276,10 @@ class Group(Ranks):
             _thread.interrupt_main(signal.SIGTERM)
 
     def end(self, reason: str | None) -> None:
-        """Leaves the other ranks. `reason`: why this rank has failed; the others then end, too, and tell the reason."""
+        """Leaves the other ranks. `reason`: why this rank has failed; None: it has ended as planned.
+
+        If it has failed, the others end, too, and tell the reason.
+        """
         if reason is None:
             self.gather(None)  # the first rank, which connects the others, may still be writing
         self._ending.set()

@@ -65,7 +65,7 @@ def speeds_of(device: torch.device, dtype: str, product: Product) -> Speeds | No
 
 
 def has_dtype(device: torch.device, dtype: str) -> bool:
-    """Returns whether a device multiplies in a dtype at all; cards before Ampere only emulate bf16."""
+    """Returns False for bf16 on a CUDA card that only emulates it, as cards before Ampere do; else True."""
     if dtype != "bf16" or device.type != "cuda":
         return True
     return torch.cuda.is_bf16_supported(including_emulation=False)

@@ -27,7 +27,7 @@ CHUNKS_AND_TILES = (
 )
 LENGTHS = (8192, 4096, 2048, 1024, 512, 256)  # values of --max-length that a remedy may propose
 REMEDIES = 3  # the most remedies that an error lists
-# One remedy leaves the user's settings to the plan, but for these two: each has a remedy of its own.
+# One remedy leaves all of the user's settings to the plan except these two, which have remedies of their own.
 KEPT_BY_REMEDIES = ("nf4", "stream_layers")
 
 

@@ -3,7 +3,7 @@
 These are counted from the model's sizes and divided by the speeds of the device; nothing is run. Measured times, on
 CPUs and on two cards, were within a factor of two of the predictions (`bench/memory.py` shows both). Not counted:
 loading, retrieval, judges, checkpoints, and refills of groups. Episodes and rows are taken to have the maximum length,
-unless their lengths are known. Once a run has taken two steps, its progress line uses the time of those instead.
+unless their lengths are known. Once a run has taken a step, its progress line uses measured times instead.
 """
 
 import math
@@ -22,8 +22,8 @@ REACHED_SHARE = 0.5
 # Numbers of kernels, as bench/kernels.py counts them.
 FORWARD_KERNELS = 24  # of a layer
 BACKWARD_KERNELS = 58  # of a layer
-NF4_KERNELS = 16  # more in a layer's forward pass if its weights are in NF4
-RULE_KERNELS = 45  # more for each chunk of a row in a layer with the gated delta rule
+NF4_KERNELS = 16  # in addition, in a layer's forward pass, if its weights are in NF4
+RULE_KERNELS = 45  # in addition, for each chunk of a row, in a layer with the gated delta rule
 OTHER_KERNELS = 60  # of a pass, outside of its layers
 # The time of a kernel in a network, with the Python code around it, as a multiple of `Speeds.launch`, which is the time
 # of a kernel in a loop of nothing else.
@@ -87,7 +87,7 @@ def bytes_per_weight(w: Workload, memory: Memory) -> int:
 def forward(w: Workload, memory: Memory, passes: float, tokens: float, keys: float) -> Cost:
     """Returns the cost of all layers over `tokens` tokens in `passes` passes, without gradients.
 
-    A token attends to `keys` keys in the mean.
+    A token attends to `keys` keys on average.
     """
     m = w.model
     layers = m.num_hidden_layers
@@ -130,7 +130,7 @@ class Packs:
     passes: int
     tokens: float  # of all passes
     loss_tokens: float  # tokens of all passes that the head runs on
-    keys: float  # keys that a token attends to, in the mean
+    keys: float  # keys that a token attends to, on average
 
 
 def count_packs(w: Workload, memory: Memory, rows: int, rows_per_pass: int) -> Packs:
@@ -149,7 +149,7 @@ def count_packs(w: Workload, memory: Memory, rows: int, rows_per_pass: int) -> P
 
 
 def decode(w: Workload, memory: Memory, rows: int, slots: float) -> Cost:
-    """Returns the cost of one more token in each of `rows` rows, whose caches hold `slots` tokens in the mean."""
+    """Returns the cost of one more token in each of `rows` rows, whose caches hold `slots` tokens on average."""
     m = w.model
     step = forward(w, memory, passes=1, tokens=rows, keys=slots)
     if runs_graphs(w, memory):

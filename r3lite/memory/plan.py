@@ -87,7 +87,7 @@ class Plan:
         return "\n".join(lines)
 
     def report(self) -> dict:
-        """Returns the plan as JSON."""
+        """Returns the plan as JSON values."""
         phases = {}
         for name, parts in planner.phases(self.workload, self.memory).items():
             phases[name] = {part: _mib(size) for part, size in parts.items()}

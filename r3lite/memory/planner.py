@@ -65,7 +65,8 @@ def standing(w: Workload, memory: Memory) -> Parts:
     if w.trains:
         parts["optimizer"] = moment_bytes(w)
     if w.keeps_step and not w.on_cuda:  # without CUDA, copies on the host lie in the device's memory
-        # Two copies of weights and moments: to undo an interrupted round, and perhaps the one before it.
+        # Two copies of weights and moments: one from before this round's update, with which the next round can take it
+        # back; and the budget's previous copy, which it gets back if this round is interrupted.
         parts["last updates"] = 2 * copy_bytes(w)
     return parts
 

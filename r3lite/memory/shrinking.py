@@ -74,7 +74,7 @@ class ShrinkingGrant(Grant):
 
     @contextlib.contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Tries updates in a `with` block and undoes them: drops gradients, restores the random state.
+        """Lets a `with` block try passes; after it, drops their gradients and restores the random state.
 
         Only figures that were changed because memory ran out stay changed. If the optimizer has made no moments yet, as
         much memory as they will take is occupied during the block.
@@ -91,7 +91,7 @@ class ShrinkingGrant(Grant):
         set_random_state(start)
 
     def state_dict(self) -> dict:
-        """Returns the figures as JSON."""
+        """Returns the figures as JSON values."""
         return asdict(self.memory)
 
     def load_state_dict(self, state: dict) -> None:

@@ -61,7 +61,7 @@ class Workload:
     off_policy: int = 0  # the most off-policy episodes that a round learns from
     scores: float = 0  # how often a round's episodes are read without gradients, such as by the reference policy
     adapters: int = 1  # number of adapters: the policy's, and the reference's if it has one of its own
-    keeps_step: bool = False  # host memory has a copy of weights and moments before the last update
+    keeps_step: bool = False  # --kl-budget: host memory has copies of weights and moments from before the last updates
     critic: bool = False
     guided: bool = False  # episodes may have a teacher's distributions; these episodes have passes of their own
     teacher: TeacherWork | None = None

@@ -109,9 +109,9 @@ def rl_workload(
 ) -> Workload:
     """Returns a round whose episodes all reach --max-length and share their first `shared` tokens.
 
-    At most `off_policy` episodes join the sampled ones. With `replays`, some of the former are chosen from the replay
-    buffer, by a pass over the episodes that it has of their questions. With `right_answers`, a pass over the right
-    answers measures their probabilities.
+    At most `off_policy` episodes join the sampled ones. With `replays`, some of those that join are chosen from the
+    replay buffer, by a pass over the episodes that it has of their questions. With `right_answers`, a pass over the
+    right answers measures their probabilities.
     """
     if config.lora.no_lora:
         raise UsageError("--no-lora works with sft only", code="no-lora-sft-only")

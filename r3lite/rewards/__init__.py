@@ -1,1 +1,1 @@
-"""Rewards of an episode. Knows text and scores, no tokens and no tensors."""
+"""Rewards of an episode. Knows text and scores, and no tensors; only rounds.py, which makes metrics, reads tokens."""

@@ -48,8 +48,8 @@ def rouge_l_levels(
     """Returns ROUGE-L in levels: `pay_exact` for an exact match, `pay_high` from `high` on, `pay_low` below `low`,
     else 0.
 
-    The default rewards are those of systems with solution tags. From which ROUGE-L on these systems pay them is not
-    known: `high` and `low` are r3lite's choice.
+    The default rewards are those of systems with solution tags. At which ROUGE-L those systems change from one level to
+    the next is not known: `high` and `low` are r3lite's choice.
     """
     if exact_match(episode):
         return pay_exact

@@ -35,7 +35,7 @@ def tag_share(episode: Episode, query: bool = True, documents: bool = False) -> 
 
 
 def all_tags(episode: Episode, query: bool = True, documents: bool = False) -> float:
-    """Returns 1 if the episode has blocks of all these kinds, else 0.
+    """Returns 1 if the episode has blocks of all the kinds that `tag_share` counts, else 0.
 
     It is a reward of R-Search (arXiv 2506.08352), there with `documents`.
     """

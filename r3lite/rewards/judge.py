@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # its libraries take long to load
 
 OUTPUT_TOKENS = 256
 OUTPUT_TOKENS_PER_STEP = 64
-# The run stops when more than half of the last WINDOW replies failed, of at least MIN_REPLIES; when IN_A_ROW failed;
-# and when a round ends before any call succeeded.
+# The run stops when more than half of the last WINDOW replies failed (once there are MIN_REPLIES), when IN_A_ROW
+# replies in a row failed, and when a round ends before any call succeeded.
 WINDOW = 40
 MIN_REPLIES = 20
 IN_A_ROW = 8
@@ -117,7 +117,8 @@ class Judge:
     ) -> list[Verdict | None]:
         """Returns one verdict per episode, None if the call failed; `progress` names a progress bar.
 
-        Raises R3LiteError if most calls fail, if a cap is reached or if no call can succeed.
+        Raises R3LiteError if most calls fail, if no call has succeeded yet, if a cap is reached, or if every call would
+        fail, as with a wrong key.
         """
         judged = []  # indices of the episodes that need a call
         for i, episode in enumerate(episodes):
@@ -143,7 +144,10 @@ class Judge:
         return counts
 
     def _watch(self, reply: Reply) -> None:
-        """Raises R3LiteError if a cap is reached or if most calls fail: the run would go on without verdicts."""
+        """Counts a reply. Raises R3LiteError if a cap is reached or if most calls fail.
+
+        Without this error the run would go on without verdicts.
+        """
         if reply.failure == "capped":
             remedy = "Raise --judge-max-calls or --judge-max-cost and run again; finished verdicts are cached."
             raise R3LiteError(f"the judge's limit is reached: {reply.detail}", remedy, code="judge-limit")
@@ -195,8 +199,9 @@ def build_judge(
 ) -> Judge | None:
     """Returns the judge that the settings ask for, or None.
 
-    Its cache is in the run folder `output` unless the settings name another. `make_client` makes the client of the
-    settings and a cache. Raises R3LiteError if the weights of `reward` need a judge and the settings name none.
+    Its cache is in the run folder `output` unless the settings name another. `make_client` makes the client from the
+    settings and the folder of the cache. Raises R3LiteError if the weights of `reward` need a judge and the settings
+    name none.
     """
     if settings.judge == "none":
         if reward and needs_verdict(reward):

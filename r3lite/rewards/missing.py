@@ -16,7 +16,8 @@ def check_all_missing(
 ) -> None:
     """Raises R3LiteError if a named reward is missing for all episodes. Called if no episode has a total reward.
 
-    Episodes whose retriever failed, or whose verdict is missing, do not count.
+    Episodes whose retriever failed, or whose verdict is missing, do not count. With fewer than MIN_QUESTIONS questions
+    nothing is checked.
     """
     if len({episode.question.id for episode in episodes}) < MIN_QUESTIONS:
         return

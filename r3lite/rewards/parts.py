@@ -1,7 +1,7 @@
 """The rewards with flags of their own: `format`, `process`, `outcome` and `search`.
 
-They are reward functions like those of `--rewards`. Their parameters are flags, such as `--outcome-em`, and their
-weights are among these. A judge's verdict is None if there is no judge; then it counts as nothing.
+They are reward functions like those of `--rewards`. Their parameters are flags, such as `--outcome-em`; some of these
+parameters are their weights. A judge's verdict is None if there is no judge: then the judge's part of a reward is 0.
 """
 
 from r3lite.core.answer_match import answer_scores
@@ -31,10 +31,10 @@ def process(
     gamma_fail: float,
 ) -> list[float]:
     """Returns, at each step that searches, `process_recall` times the share of the gold paragraphs that it is the first
-    to retrieve, plus `process_judge` times the mean of relevance and coherence.
+    to retrieve, plus `process_judge` times the mean of relevance and coherence; 0 at other steps.
 
-    Both are multiplied by the trajectory factor. The judge decides whether the answer is right if `outcome_judge` is
-    not 0; else exact match does.
+    The sum is multiplied by `trajectory_factor`, which depends on whether the answer is right: the judge decides this
+    if `outcome_judge` is not 0, else exact match does.
     """
     if outcome_judge:
         is_right = verdict is not None and judged_answer(episode, verdict) == 1.0

@@ -32,7 +32,7 @@ from r3lite.settings import RewardSettings
 from r3lite.settings.rewards import FIRST_WEIGHT, RewardEntry
 
 RewardFunction = Callable[..., float | list[float] | None]
-# The rewards whose parameters are flags. They are used without --rewards, which cannot name them.
+# The rewards whose parameters are flags. They are used without being named; --rewards cannot name them.
 FLAGGED: dict[str, RewardFunction] = {
     "format": parts.well_formed,
     "process": parts.process,
@@ -113,7 +113,10 @@ class NamedReward:
 
     @property
     def pays_answer(self) -> bool:
-        """True if this counts as a reward for the answer. A name with a colon is that of a user's own function."""
+        """True if this counts as a reward for the answer and its weight is not 0.
+
+        A name with a colon is that of a user's own function.
+        """
         return self.weight != 0 and (self.function in ANSWER_REWARDS or ":" in self.name)
 
     def step_rewards(self, episode: Episode, verdict: Verdict | None) -> list[float] | None:

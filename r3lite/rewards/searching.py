@@ -40,9 +40,10 @@ def information_gain(episode: Episode, redundancy: float = 1.0) -> list[float] |
     """Returns, at each step, the gain in recall less `redundancy` times the share of its documents that earlier steps
     retrieved.
 
-    This is G - P of StepSearch (arXiv 2505.15107). G is the mean over the gold paragraphs of how much the greatest
-    likeness of a document to the paragraph rises with the documents of the step. In the paper, likeness is a cosine of
-    words; here it is 1 for the paragraph itself, else 0. The reward is None if no gold paragraph is known.
+    This is G - P of StepSearch (arXiv 2505.15107), where P is that share. The likeness of a gold paragraph is that of
+    the retrieved document most like it. G is how much the step raises this likeness, as a mean over the gold
+    paragraphs. In the paper, likeness is a cosine of words; here it is 1 for the paragraph itself, else 0. The reward
+    is None if no gold paragraph is known.
     """
     gains = gold_recall(episode)
     if gains is None:

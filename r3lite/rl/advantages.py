@@ -41,8 +41,8 @@ def gae(
         delta_t = r_t + gamma V_t' - V_t,    A_t = delta_t + gamma lambda A_t'
 
     where t' is the next action token after t; after the last action token, V and A are 0. All other tokens, such as
-    those of documents, are skipped: they have no value, and a V_t' of 0 would tell the last action of a step that no
-    reward can follow it.
+    those of documents, are skipped, because they have no value. If they counted, with the value 0, the last action of a
+    step would look as if no reward could follow it.
 
     Takes rewards, values and the mask [B, T]. Returns advantages, and the critic's targets (advantage + value), both
     [B, T] and 0 where the mask is False.

@@ -174,7 +174,7 @@ class Batch:
         for row in chain.from_iterable(blocks):
             if self.off_policy is not None and self.off_policy[row]:
                 # The row before it is of the same group: algorithms with off-policy rows shuffle `by_group`, and the
-                # the first row of a group is on-policy.
+                # first row of a group is on-policy.
                 units[-1].append(row)
             else:
                 units.append([row])
@@ -307,7 +307,7 @@ def action_entropies(
     temperature: float,
     chunk: int = CHUNK,
 ) -> Tensor:
-    """Returns the entropies [N], in nats, of the model's present distributions at the action tokens.
+    """Returns the entropies [N], in nats, of the model's current distributions at the action tokens.
 
     The parameters are those of `action_logprobs`.
     """

@@ -1,4 +1,6 @@
-"""Grounded expansion (arXiv 2601.21699): a failed episode is sampled again from a step that found a gold paragraph on.
+"""Grounded expansion (arXiv 2601.21699): a failed episode is sampled again after its last useful step.
+
+A useful step is the first of its episode to retrieve some gold paragraph.
 
 This file chooses the episodes and the steps; `assembly/rl_round.py` samples the new episodes.
 """
@@ -10,7 +12,7 @@ from itertools import chain
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A failed episode with a useful step, one that retrieved a gold paragraph which no earlier step had retrieved."""
+    """A failed episode with a useful step, that is, a step that is the first to retrieve some gold paragraph."""
 
     index: int  # index of the episode in its round
     group: int  # number of its group

@@ -76,9 +76,9 @@ class MeasuredLoss:
     """The loss of a micro-batch, and what is measured of its action tokens."""
 
     loss: Tensor  # [] summed over the tokens, with gradients
-    # For each chunk the sums of its metrics. Behind these the sums that are only known of the whole micro-batch: the
-    # critic's metrics, the loss and the numbers of tokens. No name is in both. They are added up later, always in one
-    # order.
+    # First, for each chunk, the sums of its metrics. Then the sums that are known for the whole micro-batch only: the
+    # critic's metrics, the loss and the numbers of tokens. No name is in both parts. All are added up later, always in
+    # this order.
     sums: list[Sums]
     log_ratios: Tensor  # [2, N] for the N on-policy tokens; the two rows are those of MeasuredChunk
 

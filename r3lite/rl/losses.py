@@ -1,6 +1,6 @@
 """Losses per token, normalizers, and the metrics of an update.
 
-Pure functions. The arguments and the result of a loss have one shape, except those of `truncated_kl`. A normalizer
+Pure functions. The arguments and the result of a loss have the same shape, except those of `truncated_kl`. A normalizer
 gives the weight of each token in the loss of a mini-batch, sum(weight * loss): it takes the mask [B, T] of the tokens
 that have a loss and returns their weights [B, T], 0 elsewhere.
 

@@ -1,6 +1,7 @@
 """The replay buffer of ExGRPO (arXiv 2510.02245): successes of earlier rounds, as they were sampled.
 
-Knows tokens, their recorded log-probabilities and rewards, but no text. `question` is always the id of a question.
+Knows tokens, their recorded log-probabilities and rewards, but no text. `question` is the id of a question, except in
+`load_state_dict`.
 """
 
 import math
@@ -125,7 +126,7 @@ class ReplayBuffer:
         return successes
 
     def add(self, round_number: int, groups: dict[str, Outcomes]) -> None:
-        """Adds the episodes of a round that have a reward. `groups` has them by question.
+        """Adds those episodes of a round that have a reward. `groups` has them by question.
 
         A question that was drawn twice in the round has the episodes of two groups.
         """
@@ -140,7 +141,7 @@ class ReplayBuffer:
     def _add_group(self, round_number: int, question: str, group: Outcomes) -> None:
         """Adds the successes of a question's episodes, or retires the question if all of them succeeded.
 
-        A question of which some rewards are missing is not retired, and a retired question is never added again.
+        A question with fewer than `generations` rewards is not retired, and a retired question is never added again.
         """
         successes = tuple(Success.of(rollout, round_number) for rollout, succeeded in group if succeeded)
         is_complete = len(group) >= self.generations  # else some rewards are missing
@@ -183,7 +184,7 @@ class ReplayBuffer:
         }
 
     def state_dict(self) -> dict:
-        """Returns the state as JSON values, except `tensors`, which has each array by "<question>.<success>.<name>".
+        """Returns the state as JSON values, except `tensors`: each array, by "<question index>.<success index>.<name>".
 
         The tensors share the buffer's memory. A copy would be slow, as this is called before every round.
         """

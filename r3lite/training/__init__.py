@@ -1,1 +1,1 @@
-"""A training run around its steps: run folder, checkpoints, optimizer, metrics, interruptions and the loop."""
+"""What surrounds the steps of a training run: run folder, checkpoints, optimizer, metrics, interruptions, the loop."""

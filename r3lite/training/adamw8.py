@@ -3,16 +3,17 @@
 Full fine-tuning uses it: a weight in bf16 takes 2 bytes and its two moments 2 more, and a gradient is needed only until
 its tensor is updated.
 
-As in arXiv 2110.02861, each BLOCK numbers of a moment share a scale, which is computed from their largest magnitude. A
-scaled number is stored as a float of 8 bits, the code. 4 bits are the exponent. The first moment (exp_avg) has a sign
-and 3 bits of mantissa. Of the second moment (exp_avg_sq) the root is stored. The root is never negative: it has no sign
-and 4 bits of mantissa.
+As in arXiv 2110.02861, every BLOCK numbers of a moment share a scale, which is their largest magnitude. A scaled number
+is stored as a float of 8 bits, the code. 4 bits are the exponent. The first moment (exp_avg) has a sign and 3 bits of
+mantissa. Of the second moment (exp_avg_sq) the root is stored. The root is never negative: it has no sign and 4 bits of
+mantissa.
 
 Weights in bf16 and moments are rounded up or down at random, with probabilities that make the rounding right on
 average. Rounding to the nearest would lose every change that is smaller than half a step of bf16.
 
-The norm of all gradients is known only when most weights are updated. So the gradient of each tensor is clipped by
-itself. A tensor with n of all N weights has the limit max_norm * sqrt(n / N), so the norm of all is at most `max_norm`.
+When the norm of all gradients is known, most weights have already been updated. So the gradient of each tensor is
+clipped by itself. A tensor with n of all N weights has the limit max_norm * sqrt(n / N), so the norm of all is at most
+`max_norm`.
 """
 
 import math
@@ -27,8 +28,8 @@ BLOCK = 256
 TILE = 2**19  # weights updated at once: 25 MiB of temporaries
 MIN_WEIGHTS = 4096  # tensors of fewer weights, such as norms, have moments in fp32 (as in bitsandbytes)
 FP32_MANTISSA = 23  # bits
-EXPONENTS = 16  # the exponents that 4 bits can tell
-# The bits of 2^-16 in fp32, whose exponent has the bias 127. Numbers below 2^-16 times the block's largest have code 0.
+EXPONENTS = 16  # how many different exponents 4 bits can store
+# The bits of 2^-16 in fp32, whose exponent has the bias 127. Numbers below about 2^-16 times the scale have code 0.
 LOWEST = (127 - EXPONENTS) << FP32_MANTISSA
 BETA1 = 0.9
 BETA2 = 0.999
@@ -204,5 +205,5 @@ def decoded(codes: Tensor, scale: Tensor, mantissa: int) -> Tensor:
 
 
 def _top(mantissa: int) -> float:
-    """The largest number that a code can be. The largest magnitude of a block is scaled to it, and so is exact."""
+    """The largest number that a code can store. The largest magnitude of a block is scaled to it, and is exact."""
     return 1 - 2.0 ** -(mantissa + 1)

@@ -5,8 +5,8 @@ A checkpoint is the folder `checkpoint-<step>`:
     weights.safetensors     trainable tensors, by parameter name
     optimizer.safetensors   moments of AdamW
     random.safetensors      states of PyTorch's generators, as bytes
-    <part>.safetensors      of a part of the run that is too large for JSON, such as the replay buffer
-    state.json              step, settings, loss scale, and what the recipe keeps
+    <part>.safetensors      tensors of a further part of the run, such as the replay buffer
+    state.json              step, settings, loss scale, fingerprints of the inputs, and the JSON values of the parts
     adapter/                the adapter in PEFT's form, so that a checkpoint can be evaluated; not in full fine-tuning
     manifest.json           size and CRC-32 of every other file; written last
 
@@ -50,7 +50,7 @@ class Checkpoint:
 def sync(path: Path) -> None:
     """Flushes a file, or a folder's list of names, to the disk."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows opens no folder; NTFS journals names itself
+        return  # Windows cannot open a folder like a file; NTFS itself journals the names
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -59,7 +59,7 @@ def sync(path: Path) -> None:
 
 
 def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Makes `folder` anew: `fill` writes into a temporary sibling, which is flushed and takes its place."""
+    """Makes `folder` anew: `fill` writes into a temporary sibling, which is flushed and then replaces `folder`."""
     new = _hidden(folder, "new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -77,7 +77,7 @@ def replace_folder(folder: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _hidden(folder: Path, which: str) -> Path:
-    """Returns the hidden name of a folder's new or old version (`which`), beside it."""
+    """Returns the path of a folder's new or old version (`which`): it lies beside the folder and has a hidden name."""
     return folder.with_name(f".{folder.name}.{which}{PART}")
 
 
@@ -103,7 +103,10 @@ def write(
     checkpoint: Checkpoint,
     save_adapter: Callable[[Path], None] | None,
 ) -> Path:
-    """Writes and returns `output/checkpoint-<step>`; `save_adapter` fills the adapter's folder, if there is one."""
+    """Writes `output/checkpoint-<step>` and returns its path.
+
+    `save_adapter` fills the folder `adapter/` in it; None: the checkpoint has no such folder.
+    """
 
     def fill(folder: Path) -> None:
         for name, group in checkpoint.tensors.items():
@@ -160,7 +163,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _read_state(folder: Path) -> dict:
-    """Returns the content of state.json; raises R3LiteError unless it has all that every run needs, of its type."""
+    """Returns the content of state.json; raises R3LiteError unless all that every run needs is there, with its type."""
     state = read_record(folder / STATE, REMEDY)
     step = state.whole("step")
     match = CHECKPOINT.fullmatch(folder.resolve().name)
@@ -223,7 +226,7 @@ def prune(output: Path, keep: int, spare: int | None = None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a checkpoint. It is renamed first, so that a kill midway leaves no half of one under its name."""
+    """Removes a checkpoint. It is renamed first, so that a kill midway leaves no half-removed folder with its name."""
     # On Windows a folder cannot be renamed while a program has one of its files open.
     with explained(
         OSError,

@@ -15,7 +15,7 @@ from r3lite.settings import GuardSettings
 from r3lite.training.watches import WATCHES, Numbers, right_likelihood, watched
 
 SURE = 2.0  # a change counts if it is larger, by this many standard errors, than what chance explains
-START_EPISODES = 32  # the first rounds, with which later ones are compared, have together at least so many episodes
+START_EPISODES = 32  # the first rounds, with which later ones are compared, have at least this many episodes in all
 STATE = (  # attributes of a guard that a checkpoint keeps under their names; `best` is kept, too
     "rounds",
     "first",
@@ -100,7 +100,7 @@ class Guard:
         """Checks a round by its metrics and, after a validation, by the F1 of each question; returns an alarm or None.
 
         There is an alarm when a limit has been crossed as often in a row as the settings say. The same limit raises
-        another alarm only after a round that did not cross it, or after a rollback.
+        another alarm only after a round or validation that did not cross it, or after a rollback.
         """
         numbers = watched(record)
         self.rounds += 1
@@ -241,9 +241,10 @@ class Guard:
     def _check_hacking(self) -> dict[str, str | None]:
         """Checks whether the reward has risen and F1 fallen, compared with the rounds of the highest F1.
 
-        Both are means over the episodes that are trained on. Both changes must be larger than the spread between rounds
-        explains: that of the reward by SURE standard errors, that of F1 by `_required_errors`. Returns a dictionary as
-        `_crossed_in_round` does.
+        Reward and F1 are means over the sampled episodes of rounds, not over a validation. Both changes must be larger
+        than the spread between rounds explains: that of the reward by SURE standard errors, that of F1 by
+        `_required_errors`. F1 must also have fallen by more than the limit. Returns a dictionary as `_crossed_in_round`
+        does.
         """
         limit = self.settings.guard_hacking
         if limit is None or self.peak is None or len(self.recent) < len(self.peak):
@@ -272,7 +273,8 @@ class Guard:
     def _crossed_in_validation(self, question_f1s: Sequence[float]) -> dict[str, str | None]:
         """Compares a validation with the best one, question by question.
 
-        A drop must be larger than `_required_errors` standard errors. Returns a dictionary as `_crossed_in_round` does.
+        A drop must exceed both the limit and `_required_errors` standard errors. Returns a dictionary as
+        `_crossed_in_round` does.
         """
         limit = self.settings.guard_f1_drop
         best = self.best

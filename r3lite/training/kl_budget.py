@@ -1,9 +1,9 @@
-"""The KL budget: the policy's learning rate is scaled so that its KL from the reference is the target after the run.
+"""The KL budget: the learning rate is scaled so that the policy's KL from the reference is the target after the run.
 
 The KL after an update is measured in the next round, on episodes that the updated policy has sampled. For small changes
 of the policy, sqrt(KL) is a distance from the reference. Each update adds at most a multiple of its learning rate to
 this distance. So let path_n be the sum of the learning rates, as shares of the peak, of all updates before round n, and
-KL_n the KL that is measured in round n. In round n:
+KL_n the KL that is measured in round n, less the one before the first update, which is only rounding. In round n:
 
     slope^2 = sum_i w_i KL_i / sum_i w_i path_i^2        over the rounds i <= n, with w_i = FORGETTING^(n - i)
     reach   = sqrt(target) / slope                       the length of the path at which the KL is the target
@@ -27,11 +27,11 @@ from r3lite.training import optim
 
 FORGETTING = 0.9  # the weight of a round in the slope is multiplied by this in each later round
 STEP_FACTOR = 2.0  # the scale rises or falls at most by this factor from round to round
-MAX_SCALE = 4.0  # while all advantages are 0, the policy does not move, and without a limit the scale would ever rise
-TAKEN_BACK_FACTOR = 16.0  # after an update was taken back, the scale falls by a factor from STEP_FACTOR to this
+MAX_SCALE = 4.0  # while all advantages are 0, the policy does not move: without a limit the scale would rise for ever
+TAKEN_BACK_FACTOR = 16.0  # after an update was taken back, the scale falls by a factor between STEP_FACTOR and this
 # An update is taken back if the KL is above PLAN_LIMIT times what the plan allows, and also above TARGET_LIMIT times
-# the target, because the plan allows next to nothing for the first updates. To be sure, STANDARD_ERRORS of the KL are
-# subtracted from it before.
+# the target, because the plan allows next to nothing for the first updates. To be sure, the KL's standard error, times
+# STANDARD_ERRORS, is subtracted from the KL first.
 PLAN_LIMIT = 2.0
 TARGET_LIMIT = 0.25
 STANDARD_ERRORS = 1.0
@@ -77,7 +77,7 @@ class KlBudget:
         """Begins round `number`, before its update. `rollbacks` counts the rollbacks of the collapse guard so far.
 
         After a rollback the weights are older than the last update, so that update can no longer be taken back. `path`
-        is not shortened, although the path to the older weights is shorter: this makes the rate rather too low.
+        is not shortened, although the path to the older weights is shorter: at first this makes the rate too low.
         """
         self.round = number
         if rollbacks > self.rollbacks:

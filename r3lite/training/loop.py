@@ -56,8 +56,8 @@ def train(
 ) -> bool:
     """Takes all steps, or as many as --stop-after says; returns whether the run is complete.
 
-    On a GPU a pass over the longest rows is run first, so that a lack of memory shows in the first seconds and not
-    after hours.
+    On a CUDA card a pass over the longest rows is run first, so that a lack of memory shows in the first seconds and
+    not after hours.
     `oversight` validates between steps, and may restore the best checkpoint's weights. The trainer records `spans`, and
     after each step the loop writes them as --track-spans says.
     """

@@ -176,7 +176,7 @@ def writing(path: Path) -> contextlib.AbstractContextManager:
 
 
 def _plain(value):
-    """Returns the value for JSON: None, which is written as null, for nan and inf, which JSON lacks."""
+    """Returns the value; instead of nan and inf, which JSON lacks, None, which is written as null."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -300,7 +300,7 @@ def read(path: Path) -> list[dict]:
 
 
 def _read(path: Path) -> tuple[list[dict], bytes]:
-    """Returns the records of a log, and its last line if that was cut off, else nothing."""
+    """Returns the records of a log, and the bytes of its last line if that was cut off, else empty bytes."""
     remedy = "Fix or remove the line, and run again."
     return own_records(path, "step", _is_record, "a training run", remedy)
 
@@ -310,7 +310,7 @@ def _is_record(record: dict) -> bool:
 
 
 def read_up_to(path: Path, step: int) -> list[dict]:
-    """Returns the records of a log up to a step, with which a resumed run goes on.
+    """Returns the records of a log up to a step: those that a resumed run keeps.
 
     Prints a note if the last line was cut off.
     """

@@ -42,7 +42,7 @@ def adamw(groups: list[ParameterGroup], weight_decay: float) -> torch.optim.Adam
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Returns every parameter of an optimizer that `adamw` made, by name."""
+    """Returns every parameter of an optimizer by name. The optimizer is an AdamW8, or `adamw` made it."""
     by_name = {}
     for group in optimizer.param_groups:
         by_name.update(zip(group["param_names"], group["params"], strict=True))

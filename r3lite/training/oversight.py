@@ -21,7 +21,7 @@ from r3lite.training.state import TrainState
 
 
 class Collapse(R3LiteError):
-    """A limit of the guard was crossed once more after the last rollback."""
+    """The guard raised an alarm when all rollbacks that --guard-rollbacks allows had been made."""
 
 
 class Validator(Protocol):

@@ -65,8 +65,8 @@ class _Origin:
 class RunFolder:
     """The folder of one run, which no other process may write to until the context of this object ends.
 
-    Constructing it only checks; `restore_or_start` writes, once the model and the data are loaded. Of several ranks,
-    only the first one reads and writes the folder, and sends the others what it has read.
+    Constructing it only locks and checks the folder; `restore_or_start` writes, once the model and the data are loaded.
+    Of several ranks, only the first one reads and writes the folder, and sends the others what it has read.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class RunFolder:
         logs: tuple[str, ...] = (),
         ranks: Ranks = ALONE,
     ):
-        """Opens the folder that --output names, or `default` if it names none.
+        """Opens the folder that --output names; without it, the run folder that --resume names, or else `default`.
 
         `logs` are further JSON-lines files of the command, whose lines have a `step`. On resume they are cut after the
         checkpoint's step, as metrics.jsonl is.
@@ -165,7 +165,7 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """The command with which a user goes on with this run."""
+        """The command that continues this run."""
         start = "torchrun ... -m" if self.ranks.size > 1 else "python -m"
         config_file = str(self.output / run_files.CONFIG)
         if " " in config_file:
@@ -198,7 +198,7 @@ class RunFolder:
         return step
 
     def _make_ready(self, step: int, logs: dict[str, list[dict]]) -> None:
-        """Removes checkpoints of later steps than `step`; writes the config, the notes and the logs up to `step`."""
+        """Removes checkpoints after `step`. Writes the config, `further_files`, and `logs`, which end at this step."""
         sweep(self.output)
         for checkpoint_step, folder in folders_by_step(self.output).items():
             if checkpoint_step > step:  # damaged, or later than the checkpoint that the user named
@@ -343,7 +343,7 @@ def _folder_to_resume(resume: str | None, output: str | None) -> Path | None:
         raise R3LiteError(cause, "Pass a run folder or a checkpoint in it.", code="resume-absent")
     if not _is_checkpoint(folder):
         return folder
-    if folder.is_symlink() or not CHECKPOINT.fullmatch(folder.name):  # a link, or `.` in a checkpoint
+    if folder.is_symlink() or not CHECKPOINT.fullmatch(folder.name):  # a link to a checkpoint, or a path such as `.`
         return folder.resolve().parent
     return folder.parent
 

@@ -28,7 +28,7 @@ class Stateful(Protocol):
         """Returns the state for a checkpoint."""
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores `state_dict`; raises R3LiteError if it is none."""
+        """Restores the state that `state_dict` returned; raises R3LiteError if `state` is no such state."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class TrainState:
     def update(self) -> tuple[float, bool]:
         """Takes one optimizer step on the gradients of all ranks, clipped together.
 
-        Returns the norm before clipping and if the step was skipped; see Precision.step.
+        Returns the norm before clipping, and whether the step was skipped; see Precision.step.
         """
         if isinstance(self.optimizer, AdamW8):  # which has updated each weight during the backward pass
             return self.optimizer.end_step(), False

@@ -43,10 +43,10 @@ def build_tracker(
     output: Path,
     done: int,
 ) -> Tracker:
-    """Returns the tracker that --track names, which is not none, for a run that stands at step `done`.
+    """Returns the tracker that --track names, for a run that stands at step `done`. --track must not be none.
 
-    `settings` are all of the run's, which Weights & Biases shows. Raises R3LiteError if the service cannot be reached
-    or refuses.
+    `settings` are all settings of the run: Weights & Biases shows them. Raises R3LiteError if Weights & Biases cannot
+    be reached or refuses.
     """
     if tracking.track == "tensorboard":
         return _tensorboard(output, done)

@@ -13,7 +13,7 @@ Numbers = dict[str, float | None]  # the quantities of a round by name; None if 
 
 @dataclass(frozen=True)
 class Watch:
-    """A quantity of each round, the meaning of its limit, and its wording."""
+    """A quantity of each round, what it means to be beyond its limit, and the words of its alarm."""
 
     limit: str  # the setting that has the limit
     quantity: str  # a key of `watched`
@@ -30,8 +30,8 @@ class Watch:
         return f"{message} ({self.form.format(start)} at the start)"
 
 
-# These functions return whether a value is beyond a limit. `start` is the value at the start of the run; a change that
-# is smaller than `min_change` does not count.
+# These functions return whether a value is beyond a limit. `start` is the value at the start of the run. For `grown`,
+# `shrunk` and `changed`, a change that is smaller than `min_change` does not count; the others ignore `min_change`.
 def risen(value: float, start: float, limit: float, min_change: float) -> bool:
     return value - start > limit
 
@@ -165,7 +165,8 @@ def without_variance(record: dict) -> float | None:
 def right_likelihood(rounds: Sequence[Numbers]) -> float | None:
     """Returns the mean log-probability of right episodes in the newest rounds.
 
-    The mean is over as few rounds as have MIN_RIGHT right episodes together; None if all rounds have fewer.
+    It uses only as many of the newest rounds as are needed to have MIN_RIGHT right episodes together. Returns None if
+    even all rounds together have fewer.
     """
     total = 0.0
     count = 0.0

@@ -63,7 +63,7 @@ class Algorithm:
     """
 
     has_critic: ClassVar[bool] = False  # trains a value head with `value_loss`
-    has_groups: ClassVar[bool] = False  # compares the episodes of a question, which therefore stay neighbours
+    has_groups: ClassVar[bool] = False  # compares the episodes of a question: shuffling keeps them side by side
     has_teacher: ClassVar[bool] = False  # learns by `guided_loss` from failed episodes
     has_episode_ratios: ClassVar[bool] = False  # `log_ratios` needs `actions.episode_log_ratios`
     has_traces: ClassVar[bool] = False  # a teacher's traces join the groups of their questions
@@ -113,7 +113,7 @@ class Algorithm:
 
     @property
     def max_sampled_tokens(self) -> int:
-        """The largest number of sampled tokens in an episode: with --learn answer those of one turn, else of all."""
+        """The most tokens that may be sampled in an episode: in one turn with --learn answer, else in all turns."""
         if self.settings.learn == "answer":
             return self.lengths.max_new_tokens
         return self.lengths.most_sampled

@@ -1,8 +1,8 @@
 """Dr. GRPO, GRPO done right (arXiv 2503.20783, section 3.2): GRPO without the divisions that bias it.
 
-advantages  R_i - mean R over the episodes of one question: no std, which favours questions that are nearly always or
-            nearly never solved
-loss        GRPO's; beta is 0
+advantages  R_i - mean R over the episodes of one question. It is not divided by the std: that would favour questions
+            that are nearly always or nearly never solved
+loss        GRPO's; beta is 0 by default
 normalizer  sum over each episode's action tokens / a constant, the largest number of tokens that an episode may sample,
             then mean over the episodes of the mini-batch: with 1 / length instead of the constant, each token of a long
             wrong answer is punished less than one of a short wrong answer

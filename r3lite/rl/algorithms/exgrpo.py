@@ -1,7 +1,7 @@
 """ExGRPO, learning to reason from experience (arXiv 2510.02245): successes of earlier rounds are replayed.
 
 buffer      the successes of each question, and its success rate k / K: in its newest group, k of K episodes succeeded.
-            A question with k = K is solved: it leaves the buffer and is never replayed       (`rl/replay.py`)
+            A question with k = K is solved: it leaves the buffer for good                    (`rl/replay.py`)
 questions   a share rho of a round's questions is drawn from the buffer: first a rate k / K, with the weight
             exp(-(k/K - 1/2)^2 / 2), then a question with this rate
 groups      of a question from the buffer: newly sampled episodes, as for every question, and the success on whose

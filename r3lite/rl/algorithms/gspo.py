@@ -12,7 +12,7 @@ over the tokens of the episode. GRPO's normalizer takes this mean, so values and
 needs no gradient: the learner computes it first, from the same hidden states.
 
 Rounding in bf16 makes the trainer's log-probabilities differ from the sampler's by more than the width of this clip. So
-log pi_old are recomputed by the trainer (--old-logprobs trainer).
+log pi_old is recomputed by the trainer (--old-logprobs trainer).
 """
 
 from torch import Tensor

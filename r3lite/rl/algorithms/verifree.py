@@ -2,7 +2,7 @@
 
 The policy samples an analysis z, and an answer, which is not used. Let p = pi(right answer | z). The policy maximizes
 the mean of p over the analyses. The gradient of this mean has two terms, p grad log pi(z) and
-p grad log pi(right answer | z). p is the expected exact match of the answers to z, if only one wording is right.
+p grad log pi(right answer | z). p is the expected exact match of answers sampled after z, if only one wording is right.
 
 groups      the analyses of one context. Each is followed by an off-policy row, the analysis with the right answer, in
             which only the answer's tokens are actions. Both rows have the reward p
@@ -32,7 +32,7 @@ class VeriFree(DrGrpo):
 
     @property
     def max_off_policy(self) -> int:
-        return self.settings.batch_size * self.settings.num_generations  # a right answer for each end
+        return self.settings.batch_size * self.settings.num_generations  # a right answer for each analysis
 
     def with_advantages(self, batch: Batch) -> Batch:
         likelihoods = self.returns(batch)  # [B]
