@@ -37,11 +37,12 @@ class Speeds:
 
 
 # Bytes a second and direction of PCI Express, after its encoding (https://hpc-notes.pages.dev/reference/pcie). The
-# MX450 is taken to have 4 lanes of PCIe 4.0, Turing cards 16 lanes of 3.0, later GeForce cards 8 lanes of 4.0; a laptop
-# may connect fewer.
+# MX450 is taken to have 4 lanes of PCIe 4.0, Turing cards 16 lanes of 3.0, later GeForce cards 8 lanes of 4.0, the H100
+# 16 lanes of 5.0; a laptop may connect fewer.
 PCIE4_X4 = 4 * 1.969e9
 PCIE3_X16 = 16 * 0.985e9
 PCIE4_X8 = 8 * 1.969e9
+PCIE5_X16 = 16 * 3.938e9
 WIKIPEDIA = "https://en.wikipedia.org/wiki/List_of_Nvidia_graphics_processing_units"
 
 # The columns: the name as NVIDIA's driver gives it, without the words that `name_words` leaves out; memory in GiB;
@@ -130,7 +131,7 @@ CARDS = (
     *(_card(*row, speedup=4, link=PCIE3_X16) for row in TURING),
     *(_card(*row, speedup=2, link=PCIE4_X8, bf16=True) for row in SINCE_AMPERE),
     _card("T4", 16, 320.0, 8.141, speedup=8, link=PCIE3_X16),
-    _card("H100 80GB HBM3", 80, 3350.0, 66.9, speedup=14.79, link=PCIE3_X16, bf16=True),
+    _card("H100 80GB HBM3", 80, 3350.0, 66.9, speedup=14.79, link=PCIE5_X16, bf16=True),
 )
 
 

@@ -112,7 +112,7 @@ class RLSettings(Section):
     """multiply each token's policy loss by pi(trainer) / pi(sampler), capped at this (truncated importance sampling);
     needs --old-logprobs trainer"""
     expand_limit: Whole = 0
-    """maximum failed episodes per round that are sampled again, in the same group, from the last step that found a new
+    """maximum failed episodes per round that are sampled again, in the same group, after the last step that found a new
     gold paragraph (arXiv 2601.21699); 0: off (algorithms that compare the episodes of a question)"""
     refill_limit: Whole = 0
     """how many times per round to replace groups whose answers are all rewarded alike by groups of other questions; 0:
