@@ -1,1 +1,1 @@
-"""What several commands share to put a run together."""
+"""The work of the commands: loads models, data and retrievers, trains, answers, evaluates, collects and exports."""

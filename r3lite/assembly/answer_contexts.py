@@ -1,8 +1,8 @@
-"""The contexts of --contexts: those of demonstrations, for which no episodes have to be sampled.
+"""The contexts of --contexts: they are made from demonstrations, so no episodes are sampled for them.
 
 A demonstration as `collect` writes it has the steps and documents of a question, and the right answer in its last turn.
-Without this turn it is a context of --learn answer. Its searches are not the policy's own, but a round takes a fraction
-of the time.
+Without this turn it is a context of --learn answer. Its searches are not the policy's own, but a round takes only a
+fraction of the time that sampled contexts take.
 """
 
 import sys
@@ -21,10 +21,10 @@ from r3lite.settings import PpoConfig
 def read_contexts(
     config: PpoConfig, questions: Sequence[Question], layouts: Mapping[str, Layout]
 ) -> dict[str, SampledSequence]:
-    """Returns the contexts of the files of --contexts by the id of their question.
+    """Returns a context for each question, by the question's id, from the demonstrations in the files of --contexts.
 
     A question gets the first of its demonstrations that leaves room for a turn. `layouts` are those of the questions'
-    sources. Prints how many questions have none, and raises R3LiteError if that are all questions of a source.
+    sources. Prints how many questions get no context, and raises R3LiteError if no question of a source gets one.
     """
     demonstrations = read_demonstrations(config, questions)
     contexts: dict[str, SampledSequence] = {}

@@ -1,8 +1,8 @@
 """The rounds of --algorithm verifree: the reward of an end is the probability of the right answer after its analysis.
 
-An end is a new last turn of a context (answer_round.py has both). It is split where its answer begins: what stands
-before is the analysis. The right answer takes the place of the sampled one, and a pass of the policy over both gives
-its probability. See `rl/algorithms/verifree.py`.
+An end is a context with a new last turn (see answer_round.py). It is split where its answer begins: the last turn up to
+there is the analysis. The right answer replaces the sampled one, and a pass of the policy over the result gives the
+right answer's probability. See `rl/algorithms/verifree.py`.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,8 @@ class SplitEnd:
     """An end whose answer was replaced by the right one."""
 
     analysis: TokenRecord  # the end's tokens up to its answer
-    # The analysis and the right answer, whose tokens alone are actions. `_likelihoods` sets their log-probabilities.
+    # The analysis, then the right answer. Only the tokens of the right answer are actions; `_likelihoods` sets their
+    # log-probabilities.
     answer: TokenRecord
 
 
@@ -33,10 +34,10 @@ class SplitEnd:
 class LikelihoodRound(AnswerRound):
     """The ends of a round's contexts, each rewarded by the probability of the right answer."""
 
-    split_ends: dict[int, SplitEnd]  # by the index of the end; ends without an answer have none
+    split_ends: dict[int, SplitEnd]  # by the index of the end; only ends that were split are in it
 
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
-        """Returns the analyses to learn from, each followed by its right answer, an off-policy rollout.
+        """Returns the analyses to learn from, each followed by an off-policy rollout of the right answer after it.
 
         Ends without an answer are learned as a whole, with the reward 0.
         """
@@ -69,17 +70,18 @@ class LikelihoodSampler(AnswerSampler):
             return self._rewarded(this_round)
 
     def is_usable(self, sequence: Sequence) -> bool:
-        """Returns whether an episode is a context whose last turn has an analysis.
+        """Returns whether an episode gives a context, and its last turn has an analysis.
 
-        A forced answer has none: the layout wrote its heading.
+        A turn with a forced answer has none, because it begins after the heading of the answer.
         """
         return is_context(sequence) and sequence.closed_forced_step is None
 
     def _rewarded(self, this_round: AnswerRound) -> LikelihoodRound:
         """Returns the round with the probabilities of the right answers as rewards.
 
-        The reward is missing if the end searches again, and if it cannot be split. It is 0 if the end has no answer. A
-        group is learned if one of its rewards is above 0: even without variance there are right answers to learn.
+        The reward is missing if the end searches again, or if its answer cannot be replaced (see `split`). It is 0 if
+        the end has no answer. A group is learned if one of its rewards is above 0: even a group without variance has
+        right answers to learn.
         """
         rewards = list(this_round.rewards)
         split_ends: dict[int, SplitEnd] = {}
@@ -113,9 +115,9 @@ class LikelihoodSampler(AnswerSampler):
 
 
 def split(end: Sequence, layout: Layout) -> SplitEnd | None:
-    """Splits an end where its answer begins; returns None if no token begins there, or if the right answer is too long.
+    """Splits an end where its answer begins, and puts the right answer there.
 
-    It is too long if the end with the right answer would exceed --max-length.
+    Returns None if no token begins exactly there, or if the end with the right answer would exceed --max-length.
     """
     start = answer_start(end, layout)
     if start is None:
@@ -131,9 +133,9 @@ def split(end: Sequence, layout: Layout) -> SplitEnd | None:
 
 
 def answer_start(end: Sequence, layout: Layout) -> int | None:
-    """Returns the index of the first token behind the heading that begins an end's answer.
+    """Returns the index of the first token after the heading of an end's answer.
 
-    Returns None if the heading's last token goes on with the answer.
+    Returns None if the last turn has no heading, or if the token that ends the heading also begins the answer.
     """
     protocol = layout.protocol
     opened = replace(end, step_ends=[])  # its tokens grow by one at a time

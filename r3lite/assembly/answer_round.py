@@ -1,8 +1,8 @@
 """The episodes of a round of --learn answer: several ends of each context. Only the last turn of an end is learned.
 
-A context is an episode without its last turn, if the documents of the episode have every gold paragraph. An end is a
-context with a new last turn. All ends of a context read the same documents, so their rewards do not depend on the luck
-of retrieval. Training on reading alone is reported to help in arXiv 2505.13258 and 2503.12759.
+A context is an episode without its last turn. Only episodes whose documents have every gold paragraph give one. An end
+is a context with a new last turn. All ends of a context read the same documents, so their rewards do not depend on the
+luck of retrieval. Training on reading alone is reported to help in arXiv 2505.13258 and 2503.12759.
 """
 
 import math
@@ -32,22 +32,24 @@ MIN_DRAW_LIMIT = 64  # as long as a round has no context, it may draw at least t
 class AnswerRound(Round):
     """The ends of a round's contexts.
 
-    Groups without variance have nothing to teach, unless right answers are learned, and are left out.
+    Groups without variance have nothing to teach and are not learned from. (`LikelihoodRound`, which also learns right
+    answers, chooses its groups by another rule.)
     """
 
-    drawn: list[Sequence] = field(default_factory=list)  # the whole episodes; some of them are contexts
+    drawn: list[Sequence] = field(default_factory=list)  # the whole episodes; some of them give a context
 
     @property
     def token_count(self) -> int:
-        """The number of tokens of the whole episodes, plus the tokens that the ends wrote."""
+        """The number of tokens of the whole episodes, plus that of the tokens sampled for the ends."""
         end_tokens = sum(sum(end.action_mask) for end in self.sequences)
         return end_tokens + sum(len(episode.tokens) for episode in self.drawn)
 
     def metrics(self) -> dict[str, float | None]:
-        """Returns means over the ends and over the whole episodes.
+        """Returns the metrics of the ends, and those of the whole episodes: `searches` and the `contexts/` metrics.
 
         `searches` is of the whole episodes, since an end makes no search. `contexts/zero_std` is the share of contexts
-        whose ends all have the same reward. frac_reward_zero_std may not show it: most batches leave them out.
+        whose ends all have the same reward. frac_reward_zero_std does not show this share: it is computed from the
+        batch, from which these contexts are left out (with verifree, only those whose rewards are all 0).
         """
         episodes = [sequence.episode() for sequence in self.drawn]
         group_count = len(set(self.groups))
@@ -103,12 +105,12 @@ class AnswerSampler(RoundSampler):
         )
 
     def _draw(self, number: int) -> tuple[list[Sequence], list[Sequence]]:
-        """Returns the whole episodes of a round, and --batch-size of them that are contexts.
+        """Returns the whole episodes of a round, and --batch-size of them that give a context.
 
-        With --contexts both are the demonstrations of the next questions. Else there are fewer contexts if the limit of
-        draws is reached. Questions are drawn in batches, since episodes that are sampled together take hardly longer
-        than one. A batch has as many questions as are expected to yield the missing contexts: the share of contexts so
-        far is taken for theirs.
+        With --contexts both are the demonstrations of the next questions. Otherwise there are fewer contexts if the
+        limit of draws is reached; raises R3LiteError if there is none. Questions are drawn in batches, since sampling
+        many episodes together takes hardly longer than sampling one. Each further batch has as many questions as should
+        yield the missing contexts if the share of usable episodes stays as it was so far.
         """
         size = self.config.rl.batch_size
         drawn: list[Sequence] = []
@@ -147,17 +149,20 @@ class AnswerSampler(RoundSampler):
         return drawn, contexts[:size]
 
     def is_usable(self, sequence: Sequence) -> bool:
-        """Returns whether ends of an episode can be learned."""
+        """Returns whether an episode gives a context whose ends can be learned."""
         return is_context(sequence)
 
 
 def is_context(sequence: Sequence) -> bool:
-    """Returns whether the documents in an episode, which may have been cut to fit, have every gold paragraph."""
+    """Returns whether an episode gives a context.
+
+    It does if no retrieval failed and its documents, which may have been cut to fit, have every gold paragraph.
+    """
     return sequence.failure is None and sequence.episode().recall == 1.0
 
 
 def check(config: PpoConfig) -> None:
-    """Raises UsageError if a setting makes no sense with --learn answer."""
+    """Raises UsageError if a setting makes no sense with --learn answer, or if the algorithm needs --learn answer."""
     rl = config.rl
     if rl.learn != "answer":
         if ALGORITHMS[rl.algorithm].learns_right_answers:
@@ -202,6 +207,9 @@ def check(config: PpoConfig) -> None:
 
 
 def learns_from_ends(algorithm: type[Algorithm]) -> bool:
-    """Returns whether an algorithm compares the episodes of a group, and learns from no other episodes."""
+    """Returns whether an algorithm can learn from ends.
+
+    It must compare the episodes of a group, and have no critic, traces, replay buffer or teacher.
+    """
     learns_off_policy = algorithm.has_traces or algorithm.has_replay or algorithm.has_teacher
     return algorithm.has_groups and not algorithm.has_critic and not learns_off_policy

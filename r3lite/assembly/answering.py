@@ -1,5 +1,7 @@
-"""Sets up the engine that answers questions with a trained model, its memory plan and its retriever; used by evaluate,
-ask, serve and collect."""
+"""Sets up what answers questions: the engine with its model and memory plan, and the retriever.
+
+Used by evaluate, ask, serve, collect, tune_prompt and rollout_worker.
+"""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +32,7 @@ from r3lite.settings import (
 )
 from r3lite.training.earlier_run import result_of_run
 
-QUESTIONS_OF_DRY_RUN = 1000  # is assumed without --limit, since a dry run does not count the questions
+QUESTIONS_OF_DRY_RUN = 1000  # assumed if --limit is not set, since a dry run does not count the questions
 
 
 def build_engine(
@@ -38,7 +40,7 @@ def build_engine(
 ) -> Engine:
     """Returns the engine of the settings' model and adapter, its memory planned for `questions` questions.
 
-    The plan includes a `judge` that is loaded beside the model.
+    `baseline` is a key of OPENINGS. If `judge` has --judge local, the plan includes the judge's model beside this one.
     """
     # Prompts and plan come first, so that their errors show before a model is downloaded.
     opening = OPENINGS[baseline]
@@ -81,7 +83,10 @@ def plan_memory(
     questions: int,
     judge: JudgeSettings | None = None,
 ) -> Plan:
-    """Returns the memory plan of answering `questions` questions, and of a judge that is loaded beside the model."""
+    """Returns the memory plan of answering `questions` questions.
+
+    If `judge` has --judge local, the plan includes the judge's model beside this one.
+    """
     # A rollout worker samples from all tokens, as RL does.
     truncates = isinstance(config, SamplingConfig) and config.truncation.truncates
     workload = evaluate_workload(
@@ -131,7 +136,8 @@ def check_retriever(config: AnsweringConfig, gives_up: bool = True) -> Setup:
 def answers_in_steps(config: AskConfig | ServeConfig) -> bool:
     """Returns whether the model answers in steps, as --steps says.
 
-    With --steps auto, it does if r3lite has trained the model or its adapter. The run folder or the export tells that.
+    With --steps auto, it does if there is an adapter, or if the model is one that r3lite has trained: the `model/` of a
+    run of `sft --no-lora`, or an export of a trained model.
     """
     if config.answers.steps != "auto":
         return config.answers.steps == "on"
@@ -150,7 +156,7 @@ def plain_baseline(config: AskConfig | ServeConfig) -> str:
 def why_no_answer(episode: Episode, faults: Mapping[str, str]) -> str:
     """Returns why an episode has no answer: the faults of its last step, in the words of the protocol's `faults`.
 
-    A last step without faults was stopped by the length limit.
+    Without a step or a fault, the reason given is --max-length.
     """
     problems = []
     if episode.steps:

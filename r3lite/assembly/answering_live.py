@@ -1,6 +1,7 @@
 """Answers several people at once: modes and adapters on one model, and what is reported of an answer as it grows.
 
-Sets up the lanes of `rollout/lanes.py` as the settings say; the server in `serving/` has them answer. Used by serve.
+Sets up the lanes of `rollout/lanes.py` from the settings; the thread of the server in `serving/` runs them. Used by
+serve.
 """
 
 import contextlib
@@ -44,7 +45,10 @@ ROWS = 32  # answers sampled at a time, if the memory allows it and --rollout-ba
 
 
 def adapters_of(config: ServeConfig) -> dict[str, str | None]:
-    """Returns the folder of each adapter by its name, in order; None: the bare base."""
+    """Returns the folder of each adapter by its name, in the order of the settings; the bare base has None.
+
+    Raises UsageError for a name that is missing, unusable or given twice.
+    """
     names_and_folders: list[tuple[str, str | None]] = []
     if config.model.adapter:
         names_and_folders.append(("", config.model.adapter))
@@ -71,7 +75,7 @@ def adapters_of(config: ServeConfig) -> dict[str, str | None]:
 
 
 def _name_of(folder: Path) -> str:
-    """Returns the name of an adapter's folder, such as reinforce-baseline of reinforce++-baseline/adapter."""
+    """Returns an adapter's name, made from its folder: reinforce-baseline for reinforce++-baseline/adapter."""
     name = folder.parent.name if folder.name == "adapter" else folder.name
     return re.sub(r"[^\w-]+", "", name, flags=re.ASCII)[:64]
 
@@ -89,9 +93,9 @@ def adapters_in_steps(config: ServeConfig, adapters: Collection[str]) -> set[str
 
 
 def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> dict[str, str]:
-    """Returns the name of the adapter of each mode.
+    """Returns the name of the adapter of each mode. Raises UsageError if the settings name an unknown adapter.
 
-    Mode search is left out if there is nothing to search, and reasoning if its adapter does not answer in steps.
+    The mode search is left out if there is nothing to search, and reasoning if its adapter does not answer in steps.
     """
     names = list(adapters)
     in_steps = adapters_in_steps(config, adapters)
@@ -117,10 +121,10 @@ def modes_of(config: ServeConfig, adapters: Collection[str], searches: bool) -> 
 
 
 def plan_lanes(config: ServeConfig) -> Plan:
-    """Returns the memory plan of answering ROWS questions at a time with all adapters.
+    """Returns the memory plan of answering --rollout-batch-size questions (default: ROWS) at a time with all adapters.
 
-    Every adapter counts with the highest rank of all and with the projections of all, so adapters of different shapes
-    take less. The plan allows for requests that set their own temperature, top-k and top-p.
+    Each adapter is counted with the highest rank and all the projections that any of them has, so adapters of different
+    shapes take less than planned. The plan allows for requests that set their own temperature, top-k and top-p.
     """
     names = adapters_of(config)
     folders = [folder for folder in names.values() if folder]
@@ -165,7 +169,10 @@ def layouts_of(config: ServeConfig, tokenizer: Tokenizer, protocol: StepFormat) 
 
 
 def examples_of(config: ServeConfig, folders: Collection[str | None]) -> list[str]:
-    """Returns the first questions of --examples, or of the file that the last of the adapters was trained on."""
+    """Returns the first questions of --examples.
+
+    Without it, returns those of the file that an adapter was trained on: of the last adapter whose file can be read.
+    """
     if config.modes.examples:
         return [question.text for question in read_questions(config.modes.examples, EXAMPLES)]
     for folder in reversed(list(folders)):
@@ -185,10 +192,10 @@ def name_of_documents(config: ServeConfig) -> str:
 
 
 class LiveAnswers:
-    """Answers for the server, as `serving.asks.Answering` says."""
+    """The model behind the server; implements `serving.asks.Answering`."""
 
     def __init__(self, config: ServeConfig, retrieve: Retrieve, finder: Finder | None = None):
-        """`retrieve` and `finder` are those of the settings; with --retriever none there is no mode search."""
+        """`retrieve` and `finder` are those of the settings. With --retriever none there is no search mode."""
         self.config = config
         self.retrieve = retrieve
         self.finder = finder
@@ -230,8 +237,10 @@ class LiveAnswers:
         self.lanes = self._lanes()
 
     def prepare(self, ask: Ask, tell: Tell | None) -> GrowingAnswer:
-        """Returns the ask with its opened sequence. The first messages of a conversation that is too long are left
-        out."""
+        """Returns the ask with its opened sequence.
+
+        If the conversation is too long, its first messages are left out.
+        """
         layout_name = self._layout(ask)
         layout = self.layouts[layout_name]
         number = next(self.numbers)
@@ -266,9 +275,9 @@ class LiveAnswers:
         sequence.listener.on_step(sequence)
 
     def warm_up(self) -> None:
-        """Answers, with every adapter, a question for each of its rows, limited to 1, 2, 3, ... tokens.
+        """With every adapter, answers as many questions as it has rows, limited to 1, 2, 3, ... tokens.
 
-        One answer ends after each iteration, so that passes over every number of rows are run. What a device prepares
+        So one answer ends after each iteration, and passes over every number of rows are run. What a device prepares
         for each number takes time and memory: it is prepared here, before anyone waits for an answer.
         """
         for adapter in self.adapters:
@@ -376,9 +385,10 @@ class LiveAnswers:
         return Sampler(temperature, top_k, top_p)
 
     def _earlier(self, ask: Ask, layout_name: str, procedure: str) -> tuple[Message, ...]:
-        """Returns the earlier messages for the model: the last ones whose prompt takes at most half of an episode.
+        """Returns the earlier messages for the model: as many of the last ones as fit.
 
-        If some are left out, the conversation begins with a message of the user, as chat templates expect.
+        With them, the whole prompt takes at most half of --max-length. If some are left out, the conversation begins
+        with a message of the user, as chat templates expect.
         A system message of the client is used in plain chats only: a step format has its own.
         """
         layout = self.layouts[layout_name]

@@ -13,7 +13,7 @@ from r3lite.retrieval.procedures import Finder
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sequence import Listener, Sequence
 
-COLUMNS = 80  # of what is printed, but for the model's own lines
+COLUMNS = 80  # the width of what is printed; the model's own lines are not wrapped
 
 
 @dataclass
@@ -29,7 +29,7 @@ class AskSession:
 
     def ask(self, text: str) -> None:
         """Answers a question and prints the answer, with how it came about."""
-        turns = [""]  # the text of each
+        turns = [""]  # the text of each turn
 
         def hear(piece: str) -> None:
             turns[-1] += piece
@@ -56,7 +56,7 @@ class AskSession:
         )
         episode = sequence.episode()
         if self.as_json:
-            # Plain RAG searches before the first turn, which gives a turn without text.
+            # The last text is empty. So is the first if plain RAG has searched before the model's first turn.
             trace = "\n".join(turn for turn in turns if turn)
             print(json.dumps(record(episode, trace)), flush=True)
         else:
@@ -89,8 +89,8 @@ def record(episode: Episode, trace: str) -> dict:
 def evidence(sequence: Sequence) -> str:
     """Returns what the queries of the last step retrieved, in indented lines; empty if the step has none.
 
-    A search with a `kind` is a node of a plan. Its query stands before its documents, because answers of other nodes
-    may have been filled in.
+    A search with a `kind` is a node of a plan. Its query is printed before its documents, because answers of other
+    nodes may have been filled in: it is not always what the model wrote.
     """
     step = sequence.steps[-1]
     lines = []

@@ -38,7 +38,7 @@ from r3lite.settings import CollectConfig
 def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
     """Adds to the file `output` the trajectories of the questions, from the source of --source; returns the counts.
 
-    `earlier` has the records of the earlier run that this one continues; none if it continues none.
+    `earlier` has the records of the earlier runs that this one continues; it is empty if this one continues none.
     """
     reply_cache = Path(f"{output}.cache")
     sweep(output, config_of(output), rejections_of(output), reply_cache)
@@ -107,7 +107,7 @@ def collect(config: CollectConfig, output: Path, earlier: Earlier) -> Tally:
 def collect_from_documents(config: CollectConfig, output: Path) -> Tally:
     """Makes questions from the passages of --index or --corpus: some to train on, the others to test with.
 
-    Writes both to files beside `output`, and demonstrations of the first to `output`. Returns the counts.
+    Writes both to files beside `output`, and demonstrations of the training questions to `output`. Returns the counts.
     """
     seed = config.common.seed
     setup = Setup(
@@ -140,7 +140,7 @@ def collect_from_model(
 ) -> Tally:
     """Adds to `output` those of the model's own episodes that are right; returns the counts.
 
-    The questions of `earlier` are not sampled again.
+    The questions that are done in `earlier` are not sampled again.
     """
     harvest = Harvest.after(
         earlier,
@@ -167,7 +167,10 @@ def collect_from_model(
 
 
 def begin_or_continue(config: CollectConfig, protocol: Protocol, output: Path, earlier: Earlier) -> None:
-    """Writes the settings of a new run beside `output`, or checks that an earlier run had the same."""
+    """Writes the settings of this run beside `output`.
+
+    Raises R3LiteError if it continues an earlier run that has read other inputs.
+    """
     write_settings(
         output,
         earlier=earlier,

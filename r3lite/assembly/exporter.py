@@ -36,9 +36,9 @@ REREAD = "written"  # the name of the adapter that is read back
 def write(settings: ExportSettings, config: CommandConfig, scores: dict, output: Path) -> None:
     """Writes the export and reads it back; prints what is written and how the logits differ.
 
-    The forms `folder` and `gguf` have the adapter merged into the base. All files are written beside `output` and take
-    its place when they are complete, but not if another program would make another prompt of them than the training
-    had.
+    The forms `folder` and `gguf` have the adapter merged into the base. All files are written to a folder beside
+    `output`, which takes its place when it is complete. Raises R3LiteError, and writes no `output`, if other programs
+    would build other prompts from the files than those of the training.
     """
     folder = weights.resolve_folder(settings.model)
     for adapter in settings.adapters:
@@ -86,7 +86,7 @@ def write(settings: ExportSettings, config: CommandConfig, scores: dict, output:
         )
         write_text(unfinished / CARD, text)
         if place.exists():
-            place.rmdir()  # an empty folder: Windows renames onto nothing that exists
+            place.rmdir()  # an empty folder: Windows cannot rename a folder to a name that exists
         move(unfinished, place)
     finally:
         shutil.rmtree(unfinished.parent, ignore_errors=True)
@@ -110,7 +110,10 @@ def read_prompts(settings: ExportSettings, layout: Layout) -> list[list[int]]:
 
 
 def facts_of(settings: ExportSettings, run: dict[str, Any], trained: bool, scores: dict) -> Facts:
-    """Returns what the card says of an export. `run` has the settings of the runs that `trained` it, if any did."""
+    """Returns what the card says of an export.
+
+    `trained` says whether runs of r3lite have trained it; `run` has the settings that these runs have in common.
+    """
     base, on_hub = weights.public_name(settings.model)
     return Facts(
         base=base,
@@ -256,7 +259,8 @@ def in_folder(
     if kind != "nf4":
         max_shard = budget_bytes(settings.max_shard_size, "--max-shard-size")
         for path, layer in list(model.named_modules()):
-            if isinstance(layer, Nf4Linear):  # it has no adapter; `to` would round its absmax, too
+            # A layer that had no adapter is still in NF4. Left so, `to` below would round its absmax, too.
+            if isinstance(layer, Nf4Linear):
                 model.set_submodule(path, layer.dense())
         saving.save_merged(
             model.to(DTYPES[kind]),

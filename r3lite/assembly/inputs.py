@@ -1,8 +1,8 @@
-"""Fingerprints of what a run of training or of `collect` reads beside its data and its base model.
+"""Fingerprints of what a run of training or of `collect` reads besides its data and its base model.
 
-They are checksums of the content, by a name for the user. With them a resumed run refuses other content under the same
-file names. A file or folder that is not on this machine, such as a model of the hub or the passages of a server, has no
-fingerprint.
+They are checksums of the content, by the names under which errors mention what is read. With them a resumed run refuses
+other content under the same file names. A file or folder that is not on this machine, such as a model of the hub or the
+passages of a server, has no fingerprint.
 """
 
 import sys
@@ -19,8 +19,10 @@ from r3lite.settings import CollectConfig, ModelSettings, PpoConfig, ProtocolSet
 
 
 def fingerprint_of_adapter(model: ModelSettings) -> dict[str, str]:
-    """Returns the fingerprint of the adapter that the run starts from and that is the reference of a KL divergence, if
-    the run has one; an empty dictionary without --adapter."""
+    """Returns the fingerprint of the adapter that the run starts from; an empty dictionary without --adapter.
+
+    If the run has a KL divergence from a reference, the same adapter is the reference.
+    """
     if not model.adapter:
         return {}
     folder = adapter_folder(model.adapter)

@@ -1,9 +1,8 @@
-"""A model on this device that is asked what remote models are asked: the same requests, replies, cache and caps; used
-by evaluate, ppo and tune_prompt.
+"""The client of a model on this device. Requests, replies, cache and caps are those of the client of a remote model.
 
-The model is loaded beside the run's own model whenever there is something to ask, and dropped after its replies; the
-memory plan of the run counts it so (`memory.work.JudgeWork`). Its weights cost memory only while it replies, but
-loading them costs some seconds each time.
+Used by evaluate, ppo and tune_prompt. The model is loaded beside the run's own model whenever there is something to
+ask, and dropped after its replies; the memory plan of the run allows for this (`memory.work.JudgeWork`). So its weights
+take memory only while it replies, but loading them takes some seconds each time.
 """
 
 import functools
@@ -38,8 +37,8 @@ this JSON schema:
 def client_maker(model: ModelSettings, memory: MemorySettings) -> Callable[[JudgeSettings, Path], CachingClient]:
     """Returns a function that makes the client that --judge names, from its settings and the folder of its cache.
 
-    A local client runs on the device and in the dtype of the run's `model`. If --judge-model names none, it asks that
-    model.
+    A local client runs on the device and in the dtype of the run's `model`. Without --judge-model, it asks the base of
+    that model.
     """
 
     def make(settings: JudgeSettings, cache: Path) -> CachingClient:
@@ -73,7 +72,7 @@ class LocalClient(CachingClient):
 
     @functools.cached_property
     def circumstances(self) -> dict:
-        """What a reply depends on beside the request."""
+        """What a reply depends on besides the request."""
         return {
             "service": "local",
             "model": weights.fingerprint(self.folder) or str(self.folder.resolve()),
@@ -99,7 +98,10 @@ class LocalClient(CachingClient):
             take(key, self._count_and_store(key, refusal))
 
     def _refusal(self, request: Request) -> Reply | None:
-        """Returns why a request cannot be asked; None if it can, which then counts it as asked."""
+        """Returns the failed reply to a request that cannot be asked.
+
+        If it can be asked, counts it as asked and returns None.
+        """
         question = as_question(request)
         prompt_tokens = len(self.tokenizer.open_chat(question.text, None, question.earlier))
         output_tokens = request.max_output_tokens
@@ -114,7 +116,7 @@ class LocalClient(CachingClient):
         return None
 
     def _ask(self, requests: dict[str, Request], take: Callable[[str, Reply], None]) -> None:
-        """Gives `take` the reply to each request, by its key, as soon as it is there."""
+        """Calls `take` with the key and the reply of each request as soon as the reply is there."""
 
         def take_sequence(key: str, sequence: Sequence) -> None:
             take(key, self._count_and_store(key, self._reply(sequence, requests[key])))
@@ -148,8 +150,10 @@ class LocalClient(CachingClient):
         )
 
     def _reply(self, sequence: Sequence, request: Request) -> Reply:
-        """Returns a finished sequence as a reply. Its limit is that of its own request, whatever the requests
-        beside it allow."""
+        """Returns a finished sequence as a reply.
+
+        The limit of its tokens is that of its own request; the engine's is the highest of all requests.
+        """
         output_tokens = sum(sequence.action_mask)
         self._counts["output_tokens"] += output_tokens
         if sequence.finish == CUT_OFF or output_tokens > request.max_output_tokens:

@@ -91,7 +91,7 @@ class Policy:
         (`assembly/inputs.py`).
         """
         assert self.optimizer is not None and isinstance(self.grant, ShrinkingGrant)
-        if self.precision.device.type == "cuda":  # there peak_memory_mib measures what is planned
+        if self.precision.device.type == "cuda":  # only on CUDA does peak_memory_mib measure what is planned
             facts = facts | {"planned_memory_mib": self.grant.plan.allocated / MIB}
 
         def save_adapter(folder: Path) -> None:
@@ -123,7 +123,7 @@ def load_policy(
     plan: Plan,
     training: Training | None = None,
 ) -> Policy:
-    """Returns the model of a folder with the adapter of --adapter; without it, with a new one if an adapter is trained.
+    """Returns the policy of a model folder with the adapter of --adapter, or with a new one if one is to be trained.
 
     `training` is None if the model is only run. Several ranks all follow the plan of the rank with the smallest budget.
     Raises R3LiteError if base, tokenizer, lengths and adapter do not fit one another.
@@ -267,7 +267,8 @@ def _train_all(
 def _adapter_groups(parameters: dict[str, nn.Parameter], settings: OptimizerSettings) -> list[optim.ParameterGroup]:
     """Returns an adapter's parameters in groups with one learning rate each.
 
-    There is one group, or with LoRA+ (arXiv 2402.12354) two: the matrices B have a larger rate than the matrices A.
+    There is one group. With LoRA+ (arXiv 2402.12354) there are two: the rate of the matrices B is --lora-plus-ratio
+    times that of the matrices A.
     """
     rate = settings.learning_rate
     ratio = settings.lora_plus_ratio
@@ -318,7 +319,7 @@ def check_base(settings: ModelSettings, fingerprint: str | None) -> None:
 
 
 def remedy_of_format(model: ModelSettings) -> str:
-    """Returns what a user can do if a model hardly follows the step format, as a clause without a capital or a stop."""
+    """Returns what a user can do if a model hardly follows the step format, as a clause for the middle of a message."""
     trained = result_of_run(model.model, model.adapter)
     if trained is None:
         return "run SFT first, and pass its run as --adapter"
@@ -340,7 +341,8 @@ def warn_of_other_format(adapter: str | None, config: CommandConfig) -> None:
     """Warns if an adapter, or a model of `sft --no-lora`, was trained on other step formats, prompts or thoughts than
     the settings of a command have, as far as its run folder says.
 
-    Raises R3LiteError if the user has set --format, and the formats of the training are others.
+    Raises R3LiteError if the user has set --format, and the command has a format that is not among those of the
+    training. Training on chats alone, which has no format, only gives the warning.
     """
     settings = {}
     for name, value in flat(config).items():

@@ -1,5 +1,5 @@
-"""The rounds of prompt optimisation (ProTeGi, Pryzant et al. 2023, arXiv 2305.03495), and what they begin
-with; used by tune_prompt.
+"""The rounds of prompt optimisation (ProTeGi, arXiv 2305.03495), and what they start from: the first prompt and the
+questions; used by tune_prompt.
 
 `PromptTuner.run` reads as the algorithm: score the first prompt; then, round after round, try the beam's prompts, have
 their failures criticized and the prompts edited, score the new ones, and keep the best.
@@ -85,7 +85,7 @@ def read_pools(config: TunePromptConfig) -> tuple[Pool, Pool]:
 
 
 def origin(config: TunePromptConfig, prompt: str, *pools: Pool) -> str:
-    """Returns a digest of what the scores of a run depend on beside its settings: files may change under their
+    """Returns a digest of what the scores of a run depend on besides its settings: files may change under their
     names."""
     adapter = config.model.adapter
     if adapter:
@@ -230,7 +230,7 @@ class PromptTuner:
         return dict(zip(requests, replies, strict=True))
 
     def ask(self, requests: list[Request], title: str) -> list[Reply]:
-        """Returns the critic's replies; R3LiteError if none of them can be used, and no cap is the reason."""
+        """Returns the critic's replies. Raises R3LiteError if none of them can be used and no cap is the reason."""
         replies = self.client.generate_all(requests, title) if requests else []
         failed = [reply for reply in replies if reply.failure]
         capped = [reply.detail for reply in failed if reply.failure == "capped"]
@@ -272,7 +272,10 @@ class PromptTuner:
         return build_protocol(replace(self.config.protocol, **{self.config.tuning.improve: str(path)}))
 
     def answers(self, candidate: Candidate, pool: Pool, stream: str, title: str) -> list[Episode]:
-        """Returns episodes with a prompt; R3LiteError if the retriever failed in one."""
+        """Returns the episodes of a pool's questions, answered with the prompt of a candidate.
+
+        `stream` becomes a part of each episode's seed. Raises R3LiteError if the retriever failed in an episode.
+        """
         layout = replace(self.engine.layout, protocol=self.with_prompt(candidate.prompt, candidate.id))
         engine = replace(self.engine, layout=layout)
         sequences = engine.run(
@@ -289,9 +292,10 @@ class PromptTuner:
         return episodes
 
     def score(self, candidate: Candidate, title: str) -> None:
-        """Scores a prompt by its episodes, which it writes to a file as `evaluate` does.
+        """Scores a prompt by its episodes, which are written to a file as `evaluate` writes its own.
 
-        If the file is there already, an earlier run was killed before the score was in the history: it is used again.
+        If the file exists already, an earlier run was killed before the score was in the history. Then no episode is
+        sampled, and the file is read.
         """
         name = f"{title}, prompt {candidate.id}"
         file = self.predictions_of(candidate)

@@ -105,7 +105,7 @@ class RLTrainer:
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
         make_taught_batch = None
-        # A `TeacherInTurns` loads a model in turns with the policy; other teachers read a file and run no model.
+        # A `TeacherInTurns` loads a model and runs it; a `CachedTeacher` has read its distributions from files.
         if isinstance(self.teacher, teacher.TeacherInTurns):
             make_taught_batch = self.teacher.batch
         rl_setup.rehearse(self.learner, make_taught_batch)

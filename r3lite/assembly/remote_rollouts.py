@@ -1,4 +1,5 @@
-"""Rounds of RL whose episodes are sampled on other machines, with the newest adapter or a round ahead.
+"""Rounds of RL whose episodes are sampled on other machines: with the newest adapter, or one round ahead with the
+adapter before it.
 
 The requests are in `rollout/remote.py` and `rollout/vllm.py`; what a worker answers is in `rollout_service.py`.
 """

@@ -27,8 +27,10 @@ from r3lite.settings import PpoConfig
 
 
 def check(config: PpoConfig) -> None:
-    """Raises UsageError if an algorithm with off-policy episodes lacks traces, or rewards for correct answers whose
-    weights do not change."""
+    """Raises UsageError if the algorithm lacks what its off-policy episodes need.
+
+    They need a reward for correct answers, and weights of --rewards that stay the same; some algorithms need traces.
+    """
     rl = config.rl
     algorithm = ALGORITHMS[rl.algorithm]
     if algorithm.has_traces and rl.traces is None:
@@ -58,7 +60,7 @@ def traces_of(config: PpoConfig) -> list[Trajectory]:
 
 
 def build_buffer(config: PpoConfig) -> ReplayBuffer | None:
-    """Returns an empty replay buffer, if the algorithm has one."""
+    """Returns an empty replay buffer; None if the algorithm has none."""
     rl = config.rl
     if not ALGORITHMS[rl.algorithm].has_replay:
         return None
@@ -81,12 +83,11 @@ def usable_traces(
     layout: Layout,
     judge: Judge | None,
 ) -> dict[str, Rollout]:
-    """Returns the usable trace with the highest reward of each question that has any, by the question's id; prints how
-    many traces are left out, and why.
+    """Returns, by the question's id, the usable trace with the highest reward of each question that has one.
 
-    A trace belongs to every question with the same text, and is rewarded as an episode of this question would be. Its
-    log-probabilities are 0: the teacher's probability is taken to be 1. Its `group` is set when a round takes it.
-    Raises R3LiteError if no trace is usable.
+    Prints how many traces are left out, and why. A trace belongs to every question with the same text, and is rewarded
+    as an episode of that question would be. Its log-probabilities are 0: the teacher's probability is taken to be 1.
+    Its `group` is set when a round takes it. Raises R3LiteError if no trace is usable.
     """
     matched = _matched_traces(traces, questions, layout)
     fitting = [match for match in matched if match.row is not None]
@@ -227,8 +228,10 @@ class Guidance:
         questions: list[str],
         rewarded: Iterable[tuple[Rollout, EpisodeReward]],
     ) -> dict[str, list[tuple[Rollout, bool]]]:
-        """Returns by question the rewarded episodes, each with whether it succeeded: the list of a question without a
-        rewarded episode is empty."""
+        """Returns, by the question's id, the rewarded episodes, each with whether it succeeded.
+
+        A question without a rewarded episode has an empty list.
+        """
         outcomes: dict[str, list[tuple[Rollout, bool]]] = {id: [] for id in questions}
         for rollout, reward in rewarded:
             succeeded = outcome_share(reward, self.config.reward) >= self.config.rl.replay_min_outcome

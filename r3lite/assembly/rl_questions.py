@@ -1,7 +1,7 @@
 """Checks the questions of RL, and warns if most are too easy or too hard to teach the adapter to search.
 
-Too easy are the questions of its demonstrations, which the adapter answers from memory. Too hard are those for which
-`collect` could make no demonstration: no search answers most of them.
+Too easy are the questions whose demonstrations the adapter has learned: it may answer them from memory. Too hard are
+those for which `collect` could make no demonstration: no search answers most of them.
 """
 
 import sys
@@ -27,7 +27,7 @@ def check(config: PpoConfig, questions: Sequence[Question]) -> None:
         raise R3LiteError(
             cause, "Remove it, or train on questions with supporting facts.", code="expand-without-paragraphs"
         )
-    if config.rl.learn == "answer" and without_gold:  # they could never be contexts
+    if config.rl.learn == "answer" and without_gold:  # their episodes could never give a context
         cause = f"--learn answer needs gold paragraphs, but {without_gold} of {len(questions)} questions have none"
         raise R3LiteError(
             cause,
@@ -66,8 +66,8 @@ def learned_message(config: PpoConfig, questions: Sequence[Question]) -> str:
 def rejected_message(config: PpoConfig, questions: Sequence[Question]) -> str:
     """Returns a message if `collect` rejected most of the questions, else "".
 
-    If `collect` wrote the files of --exclude, they have the questions that it demonstrated, and files beside them the
-    ids of those that it rejected.
+    If `collect` wrote the files of --exclude, these have the questions that it demonstrated, and a file beside each has
+    the ids of those that it rejected.
     """
     ids: set[str] = set()
     for file in config.data.exclude or ():

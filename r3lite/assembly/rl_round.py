@@ -5,7 +5,7 @@ Some settings add to that: off-policy episodes (`rl_guidance`), expansions, and 
 The episodes of one question are a group, and advantages compare them. Each episode has a *signal*: the reward of its
 answer, or the total if the run has no reward for answers (`EpisodeReward.signal`). A group whose signals differ has
 *variance*: only such a group teaches which of its answers are better. A *refill* samples further groups in place of
-those without variance. An *expansion* is a second end for an episode whose answer is wrong.
+those without variance. An *expansion* is another continuation of the first steps of an episode whose answer is wrong.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ from r3lite.settings import PpoConfig
 class Round:
     """The episodes of a round. `sequences`, `rewards` and `groups` have one entry for each episode.
 
-    The new episodes of expansions and refills stand behind those that were sampled first.
+    The new episodes of expansions and refills come after those that were sampled first.
     """
 
     sequences: list[Sequence]
@@ -45,7 +45,7 @@ class Round:
     expansions: dict[int, Expansion] = field(default_factory=dict)  # by the index of the new episode
     learned_groups: set[int] | None = None  # the groups to learn from; None: all
     extra_metrics: dict[str, float] = field(default_factory=dict)  # metrics of the stages that made the round
-    off_policy: list[Rollout] = field(default_factory=list)  # further episodes of the groups, by another policy
+    off_policy: list[Rollout] = field(default_factory=list)  # further episodes of the groups, not of this round
 
     def appended(self, new: "Round") -> "Round":
         """Returns the round with the episodes of `new` after its own."""
@@ -62,7 +62,7 @@ class Round:
 
     @property
     def token_count(self) -> int:
-        """The number of tokens of all episodes, of prompts and documents too."""
+        """The number of tokens of all sampled episodes, with their prompts and documents."""
         return sum(len(sequence.tokens) for sequence in self.sequences)
 
     def signals(self) -> Signals:
@@ -137,7 +137,7 @@ class Round:
         return rewarded
 
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
-        """Returns the sampled episodes to learn from, and behind them the off-policy episodes of the same groups."""
+        """Returns the sampled episodes to learn from, followed by the off-policy episodes of the same groups."""
         rollouts = [rollout for rollout, _ in self.rewarded_rollouts(failed_below)]
         groups = {rollout.group for rollout in rollouts}
         off_policy = [rollout for rollout in self.off_policy if rollout.group in groups]
@@ -205,7 +205,7 @@ class RolloutEngine(Protocol):
         seeds: list[str],
         retrieve: Retrieve,
     ) -> list[Sequence]:
-        """Samples another end for each of `starts`: (finished sequence, number of its first steps that are kept)."""
+        """Samples another continuation for each start: (finished sequence, number of its first steps that are kept)."""
 
     def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
         """Ends a round, before it is learned from; returns metrics of its sampling."""
@@ -321,9 +321,9 @@ class RoundSampler:
         return replace(this_round, off_policy=off_policy).with_metrics(metrics)
 
     def with_expansions(self, number: int, this_round: Round) -> Round:
-        """Returns the round with a second end for some failed episodes: grounded expansion (arXiv 2601.21699).
+        """Returns the round with another continuation of some wrong episodes: grounded expansion (arXiv 2601.21699).
 
-        A new episode begins with the first steps of a failed one, its origin, and belongs to the same group.
+        A new episode begins with the first steps of a wrong one, its origin, and belongs to the same group.
         """
         varied_groups = groups_with_variance(this_round.signals())
         expansions = choose_expansions(this_round.near_misses(), varied_groups)[: self.config.rl.expand_limit]
@@ -355,10 +355,11 @@ class RoundSampler:
         return replace(appended, expansions=expansions_by_index).with_metrics(metrics)
 
     def refilled(self, number: int, this_round: Round) -> Round:
-        """Returns the round with further groups in place of those without variance, which are not learned from.
+        """Returns the round with further groups in place of those without variance (dynamic sampling, rl/refill.py).
 
-        Each attempt samples as many groups as are still missing: the round's number of groups less those with variance.
-        So never more groups are learned from than the round had (dynamic sampling, see rl/refill.py).
+        Groups without variance stay in the round, but are not learned from. Each attempt samples as many groups as are
+        still missing: the number of groups at first less the number of groups with variance so far. So never more
+        groups are learned from than the round had at first.
         """
         rl = self.config.rl
         group_count = len(this_round.signals())

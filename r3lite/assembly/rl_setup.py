@@ -99,7 +99,7 @@ def build_learning(
     state = policy.train_state(
         config.optimizer,
         config.model.model,
-        data=teacher.identity(rl) + data_fingerprint(questions, held_out, traces),  # two texts, of which one may be ""
+        data=teacher.identity(rl) + data_fingerprint(questions, held_out, traces),  # without a teacher, the first is ""
         inputs=inputs,
         facts={"algorithm": rl.algorithm, "questions": len(questions)},
         **controllers,
@@ -165,11 +165,11 @@ def build_kl_budget(config: PpoConfig, rounds: int, policy: Policy) -> KlBudget 
 
 
 def common_prompt_tokens(questions: Sequence[Question], layouts: Mapping[str, Layout]) -> int:
-    """Returns with how many equal tokens all prompts of a run begin, as `common_prefix` counts them.
+    """Returns how many first tokens all prompts of a run have in common, rounded down as by `common_prefix`.
 
-    If prompts are sorted by their token ids, all begin with what the first and the last have in common. With sources
-    all prompts are encoded for this, since they may be conversations of any length. Without sources two are enough:
-    those of the first and the last question, if the questions are sorted by their texts.
+    If prompts are sorted by their token ids, all begin with what the first and the last have in common. With
+    [[sources]] all prompts are encoded for this, since they may be conversations of any length. Without [[sources]] two
+    are enough: those of the first and the last question in the order of the questions' texts.
 
     Raises R3LiteError if one of the encoded prompts leaves no room for an answer.
     """
@@ -193,9 +193,9 @@ def rehearse(
 ) -> None:
     """Tries out whether memory suffices for an update on the largest micro-batch, without its optimizer step.
 
-    The episodes are made up. They have the largest length, the common prefix of all prompts, and the most action tokens
-    of an episode. `make_taught_batch` runs a teacher's pass over failed episodes (see `TeacherInTurns.batch`); with a
-    teacher, failed copies of the episodes are added. None: no teacher runs a model.
+    The episodes are made up. They have the largest length, a common prefix as long as that of all prompts, and the most
+    action tokens of an episode. `make_taught_batch` runs a teacher's pass over failed episodes (see
+    `TeacherInTurns.batch`), and failed copies of the episodes are added for it. None: no teacher runs a model.
     """
     longest = _longest_rollouts(learner)
     # Of each rank its first micro-batch, a list of row numbers; a rank without rows has none.
@@ -207,7 +207,7 @@ def rehearse(
     rehearsing = replace(
         learner,
         settings=replace(learner.settings, update_epochs=1, mini_batch_size=len(rollouts)),
-        algorithm=copy.deepcopy(learner.algorithm),  # whose state, such as a KL controller's, must not change
+        algorithm=copy.deepcopy(learner.algorithm),  # a copy, since its state (a KL controller's) must not change
         optimizer_step=lambda: (0.0, False),  # the norm of the gradients, and whether the step was skipped
         budget=None,
     )
@@ -300,7 +300,7 @@ def no_reward(config: PpoConfig, rounds: Sequence[Numbers], quantifier: str) -> 
 def few_mixed(config: PpoConfig, rounds: Sequence[Numbers]) -> str:
     """Returns a message if hardly any group of the first rounds mixes right and wrong answers, else ""."""
     algorithm = ALGORITHMS[config.rl.algorithm]
-    # Whoever learns right answers needs no group that mixes right and wrong ones.
+    # An algorithm that learns right answers needs no group that mixes right and wrong ones.
     if not highest_outcome(config.reward) or not algorithm.has_groups or algorithm.learns_right_answers:
         return ""
     shares = [numbers["mixed"] for numbers in rounds if numbers.get("mixed") is not None]
@@ -332,7 +332,7 @@ def rounds_in_words(rounds: Sequence[Numbers], quantifier: str) -> str:
 
 
 def limits_of(lengths: LengthSettings, protocols: Mapping[str, Protocol]) -> LengthSettings:
-    """Returns the limits of episodes of these protocols: with no retrievals if no protocol can search."""
+    """Returns `lengths` as they hold for episodes of these protocols: no retrievals if no protocol can search."""
     if any(protocol.can_search for protocol in protocols.values()):
         return lengths
     return replace(lengths, max_hops=0)

@@ -172,7 +172,7 @@ class RolloutService:
         self.version = adapter.version
 
     def _sample(self, request: Record, peer: Peer) -> dict:
-        """Returns the episodes of a request; `differs` instead if its trainer has other facts or another adapter."""
+        """Returns the episodes of a request, or {"differs": True} if its trainer has other facts or another adapter."""
         requested = (request.text("identity"), request.text("adapter"))
         if requested != (identity_of(self.facts), self.version):
             return {"differs": True}
@@ -188,7 +188,7 @@ class RolloutService:
 
 
 def plan_memory(config: RolloutWorkerConfig) -> Plan:
-    """Returns the memory plan of a worker that samples as much at a time as fits."""
+    """Returns the memory plan of a worker that samples --rollout-batch-size episodes at a time, by default AT_ONCE."""
     return answering.plan_memory(config, config.sampling.rollout_batch_size or AT_ONCE)
 
 

@@ -38,9 +38,9 @@ QUICK_ARGUMENTS = {
 # The initial prompt of the preset, in words that the tiny model knows. With a format other than the preset's, it has to
 # be passed as a flag.
 INIT_PROMPT = ["--init-prompt", "prompts/tiny/init_prompt.txt"]
-# What formats other than the preset's add to the arguments. In the format `dag` a turn plans up to four searches. It is
-# longer than the preset allows, and harder to learn: after the preset's 100 steps of SFT few questions are answered
-# right.
+# What formats other than the preset's add to the arguments. In the format `dag` a turn plans up to four searches. Such
+# turns are longer than the preset allows, and harder to learn: after the preset's 100 steps of SFT few questions are
+# answered right.
 LENGTHS_OF_FORMAT = {"dag": ["--max-new-tokens", "128"]}
 SFT_STEPS_OF_FORMAT = {"dag": ["--max-steps", "250"]}
 # The tiny model was pretrained on the words of the format r3 only, and stays unsure of the tokens of other formats. At
@@ -115,7 +115,8 @@ def run_stage(
 
     An interrupted training prints the command that continues it. This function then prints the command that scores the
     result: `evaluate` with the arguments `evaluation`. The long table that `evaluate` prints is left out, because
-    `Stage.summary` has the scores that matter here. Raises R3LiteError if the command fails.
+    `Stage.summary` has the scores that matter here. If the command fails or is interrupted, raises as `check_status`
+    does.
     """
     print(f"\n== {title}\n$ {shlex.join(['python', '-m', f'r3lite.{name}', *arguments])}", flush=True)
     start = time.monotonic()

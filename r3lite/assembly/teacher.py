@@ -1,4 +1,4 @@
-"""The teacher of failed episodes: a model that is loaded in turns with the policy, or a cache of its distributions.
+"""The teacher of failed episodes: a model that is loaded beside the policy in each round, or a cache of distributions.
 
 `ppo` makes its batches here. `teacher_cache.py` writes the cache.
 """
@@ -37,7 +37,7 @@ def top_tokens(
     rows: list[Row],
     max_rows: int | None = None,
 ) -> list[TopTokens]:
-    """Returns for each row a model's distributions, at temperature 1, of those of its tokens that have loss.
+    """Returns for each row the model's distributions, at temperature 1, for those tokens of the row that have loss.
 
     A distribution has the `top` likeliest tokens among the first `vocabulary` ids. At most `max_rows` rows go through
     the model together.
@@ -90,7 +90,8 @@ class TeacherInTurns:
             return batch
         ranks = self.learner.ranks
         tokens = batch.token_rows()
-        share = ranks.rows_of_rank([len(tokens[row]) for row in failed_rows])  # of this rank, in `failed_rows`
+        # This rank's share, as indices in `failed_rows`.
+        share = ranks.rows_of_rank([len(tokens[row]) for row in failed_rows])
         rows = [failed_rows[i] for i in share]
         distributions = self.learner.grant.run_within_memory("update", self.read, batch.select(rows))
         by_row: dict[int, TopTokens] = {}
@@ -140,7 +141,7 @@ class CachedTeacher:
         return Batch.of([self.replaced(rollout, questions[rollout.group]) for rollout in rollouts])
 
     def replaced(self, rollout: Rollout, question: str) -> Rollout:
-        """Returns the rollout. If it failed and `question` has a trajectory, returns that, with the rollout's reward.
+        """Returns the rollout or, if it failed and `question` has a trajectory, that trajectory with the same reward.
 
         Raises R3LiteError if the trajectory does not begin with the rollout's prompt.
         """
@@ -210,7 +211,7 @@ def _cached_teacher(
 
 
 def identity(rl: RLSettings) -> str:
-    """Returns a text that differs between the teachers of two runs; empty without a teacher."""
+    """Returns a text that differs if two runs have different teachers; empty without a teacher."""
     if rl.teacher_logprobs:
         return teacher_logprobs.identity(Path(rl.teacher_logprobs))
     if rl.teacher is None:

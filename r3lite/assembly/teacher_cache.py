@@ -74,7 +74,10 @@ def write_cache(config: CollectConfig) -> None:
 
 
 def laid_out(trajectories: Sequence[Trajectory | Conversation], layout: Layout) -> tuple[list[str], list[Row]]:
-    """Returns the ids of the questions and the tokens of the trajectories that fit; prints how many do not."""
+    """Returns the ids of the questions and the tokens of the trajectories that fit; prints how many do not.
+
+    Raises R3LiteError if none fits, or if there is a conversation.
+    """
     if any(isinstance(row, Conversation) for row in trajectories):
         raise R3LiteError(
             "--data has conversations",

@@ -51,8 +51,9 @@ class Validation:
     def measure(self) -> tuple[dict, list[float] | None]:
         """Returns the metrics, without those that are unknown, and the F1 of each question.
 
-        Questions at which the retriever failed are left out of the means; `retrieval_failures` counts them. Then there
-        are no F1s: those of the other questions must not be compared with the F1s of another validation.
+        Questions at which the retriever failed are left out of the means; `retrieval_failures` counts them. If there
+        are any, None is returned in place of the F1s: those of the other questions must not be compared with the F1s of
+        another validation.
         """
         episodes = self._sample()
         retrieved = [episode for episode in episodes if not episode.failure]

@@ -1,1 +1,1 @@
-"""The base layer: data that all rooms pass on, settings, files, errors. It imports the standard library only."""
+"""The base layer: the data that all layers share, settings, files, errors. It imports no packages but filelock."""

@@ -148,7 +148,10 @@ def split_words(text: str) -> list[str]:
 
 
 def _spaced(character: str) -> str:
-    """Returns a character as it is in a word, with spaces around it if it is a word of its own, else as a space."""
+    """Returns a character with spaces around it if it is a word by itself, unchanged if it is a part of a word.
+
+    Returns a space for any other character.
+    """
     if UNSPACED.match(character):
         return f" {character} "
     if character.isalnum() or character == "_":

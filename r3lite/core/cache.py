@@ -47,7 +47,7 @@ def summary() -> str:
 def _finished_path(entry: Path) -> Path:
     """Returns the path that an entry has when it is finished: `.NAME.PID.part` is then called NAME.
 
-    Its writer holds the lock of this path. The path of a finished entry is its own.
+    The writer of an unfinished entry holds the lock of this path. A finished entry's path is returned as it is.
     """
     if not entry.name.endswith(PART):
         return entry

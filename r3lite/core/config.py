@@ -136,13 +136,13 @@ class Frozen:
 class Section(Frozen):
     """Base of every group of settings; its docstring's first line is the group's heading in `--help`."""
 
-    # By the name of a setting and by its value, as text, or ANY for all values but none: the settings that this choice
-    # implies, by name. A setting that the user sets is not changed.
+    # implied[NAME][VALUE] has the settings, by name, that are implied if the setting NAME has this value. VALUE is a
+    # text, or ANY for all other values but none. A setting that the user sets is not changed.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
     needs: typing.ClassVar[tuple[Any, ...]] = ()  # `Needs`: conditions without which settings have no effect (needs.py)
 
     def check(self) -> None:
-        """Raises UsageError if the settings contradict each other. Called once flags and files are read."""
+        """Raises UsageError if the settings contradict each other. Called after flags and files are read."""
 
 
 @functools.cache

@@ -20,8 +20,8 @@ def free_settings(config: Any) -> set[str]:
 def changes(earlier: dict[str, Any], config: Any, free: Collection[str] = ()) -> str:
     """Returns the settings that are not those of an earlier run, with both values; empty if there are none.
 
-    Settings that a resumed run may change are left out, settings in `free` and, without a judge, those of the judge. A
-    setting that the earlier run's version of r3lite lacked counts as its default.
+    Left out are the settings that a resumed run may change, those in `free` and, if neither run has a judge, those of
+    the judge. A setting that the earlier run's version of r3lite lacked is taken to have had its default.
     """
     current = _as_json(config)
     default = _as_json(type(config)())
@@ -39,9 +39,10 @@ def _as_json(config: Any) -> dict[str, Any]:
 
 
 def refuse_another_run(config_file: Path, command: str, config: Any, output: Path, free: Collection[str] = ()) -> None:
-    """Raises R3LiteError unless a file that `to_toml` wrote beside an output is of this command and these settings.
+    """Raises R3LiteError unless `config_file` has the settings of this command, and they are those of `config`.
 
-    Settings that came with a later version of r3lite count as unchanged.
+    `to_toml` has written this file in or beside the output. Settings that came with a later version of r3lite, and so
+    are not in it, count as unchanged.
     """
     remedy = "Pass another --output; this one is not changed."
     table = load_toml(config_file).get(command)

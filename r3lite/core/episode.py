@@ -96,7 +96,7 @@ class Question:
 
     @property
     def hop_count(self) -> int:
-        """Returns the number of hops of the decomposition; if there is none, of gold paragraphs; else 1."""
+        """Returns the number of hops of the decomposition; without one, of gold paragraphs; without these, 1."""
         return len(self.hops) or len(self.gold) or 1
 
     def gold_index(self, document: Document) -> int | None:

@@ -36,7 +36,7 @@ class NotFinite(R3LiteError):
 
 
 def nearest(word: str, names: Iterable[str], prefix: str = "") -> str:
-    """Returns ` (did you mean X?)` with the name that is most like the word, or nothing if none is.
+    """Returns ` (did you mean X?)` with the name that is most like the word, or "" if no name is similar.
 
     `prefix` is printed before the name, such as the folder of a file.
     """

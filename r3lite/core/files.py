@@ -32,7 +32,7 @@ GGUF_POINTER = "gguf.json"  # in a model folder made from a GGUF file: says wher
 ON_WINDOWS = os.name == "nt"
 PAUSES = (0.05, 0.1, 0.2, 0.4, 0.8, 1.6)  # seconds between tries to rename a file on Windows
 PIECE = 1 << 16  # bytes of a piece that fingerprints read
-PIECES = 256  # how many pieces of a large file a fingerprint covers; so many tell different weights apart
+PIECES = 256  # how many pieces of a large file a fingerprint covers: enough to tell different weights apart
 MEND_LINE = "Fix or remove the line, or pass --skip-bad-rows."
 
 
@@ -327,8 +327,8 @@ def own_records(
     """Returns the records of a file that r3lite wrote line by line, and the bytes of an unfinished last line.
 
     The bytes are empty unless the process was killed while it wrote a line. Every line, also an unfinished one, begins
-    with the key `key`. Raises R3LiteError, which names the command `writer`, if any other line is no record for which
-    `is_ours` is true: then the file is the user's, or the user has written into it.
+    with the key `key`. Raises R3LiteError, which names the command `writer`, if a line is neither blank nor unfinished
+    nor a record for which `is_ours` is true: then the file is the user's, or the user has written into it.
     """
     if not path.exists():
         return [], b""
@@ -373,7 +373,7 @@ def recover_jsonl(path: Path, is_ours: Callable[[dict], bool], writer: str, conf
         with open(path, "rb+") as file:
             file.seek(-1, os.SEEK_END)
             if file.read() != b"\n":
-                file.write(b"\n")  # an editor removed the end of the last line, on which the next record would go on
+                file.write(b"\n")  # an editor removed the last line break: the next record would continue that line
     return records
 
 
@@ -401,7 +401,7 @@ def similar_path(path: str | Path) -> str:
 
 
 def check_regular(path: str | Path, remedy: str) -> None:
-    """Raises R3LiteError unless a path is that of a file; a library may wait forever for a pipe or a device."""
+    """Raises R3LiteError unless a path is that of a regular file; a library may wait forever for a pipe or a device."""
     # ValueError: the path is a name that no file can have.
     with explained((OSError, ValueError), f"{path} cannot be read", remedy, code="file-unreadable"):
         try:
@@ -415,14 +415,14 @@ def check_regular(path: str | Path, remedy: str) -> None:
 
 
 def open_regular(path: str | Path, remedy: str) -> BinaryIO:
-    """Opens a file to read bytes. Raises R3LiteError for a pipe or a device, which may never end, without waiting."""
+    """Opens a file to read bytes. Raises R3LiteError at once for a pipe or a device, which may never end."""
     check_regular(path, remedy)
     with explained(OSError, f"{path} cannot be read", remedy, code="file-unreadable"):
         return open(path, "rb")
 
 
 def read_text(path: str | Path, remedy: str) -> str:
-    """Returns the text of a UTF-8 file of at most MAX_TEXT bytes, without a byte order mark, as editors may write."""
+    """Returns the text of a UTF-8 file of at most MAX_TEXT bytes, without the byte order mark that some editors add."""
     unreadable = explained((OSError, UnicodeDecodeError), f"{path} cannot be read", remedy, code="file-unreadable")
     with open_regular(path, remedy) as file, unreadable:
         content = file.read(MAX_TEXT + 1)
@@ -442,13 +442,13 @@ def load_toml(path: Path) -> dict[str, Any]:
 
 
 def read_record(path: str | Path, remedy: str) -> Record:
-    """Returns the JSON object that a file holds; InvalidRecord names the file and what is wrong."""
+    """Returns the JSON object that a file holds; raises InvalidRecord, which names the file and what is wrong."""
     values = parse_at_place(path, remedy, read_text(path, remedy))
     return Record(values, Source(str(path), remedy))
 
 
 def parse_at_place(where: str | Path, remedy: str, text: str | bytes) -> Any:
-    """Returns the value of a JSON text; raises InvalidRecord, which names the place `where` the text is from."""
+    """Returns the value of a JSON text; raises InvalidRecord, which names `where`, the text's place."""
     try:
         return parse(text)
     except InvalidRecord as error:
@@ -460,7 +460,8 @@ def read_jsonl(
 ) -> Iterator[Record]:
     """Yields the JSON object of each line that is not blank.
 
-    A line that is no JSON object raises InvalidRecord or, if `on_bad` is given, is passed to it and left out.
+    Raises InvalidRecord at a line that is no JSON object. If `on_bad` is given, it is called with this error instead,
+    and the line is left out.
     """
     with (
         open_regular(path, remedy) as file,

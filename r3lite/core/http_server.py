@@ -126,8 +126,9 @@ class Handler(BaseHTTPRequestHandler):
     def parse_request(self) -> bool:
         """Reads the head of the request; returns False if it was refused.
 
-        Requests of web pages are refused, too. A browser sends their Origin. The Host is checked against pages of a
-        site whose name was made to resolve to this machine (DNS rebinding), if only this machine reaches the server.
+        Requests of web pages are refused, too: those with an Origin, which browsers send. If only this machine can
+        reach the server, the Host must be a loopback host as well. This refuses pages of a site that makes its own name
+        resolve to this machine (DNS rebinding).
         """
         if not super().parse_request():
             return False

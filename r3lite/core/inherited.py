@@ -68,9 +68,9 @@ def adapter_folder(folder: str | Path) -> Path:
 
 
 def adapter_fault(path: str) -> str:
-    """Returns what an error says behind the name of a folder without an adapter; "" if it has one, or a model.
+    """Returns what an error says after the name of a folder without an adapter; "" if it has an adapter or a model.
 
-    It names the runs in the folder that have an adapter.
+    The text names the runs in the folder that have an adapter.
     """
     folder = Path(path)
     files = (adapter_folder(folder) / ADAPTER_CONFIG, folder / "config.json", folder / MODEL / "config.json")
@@ -111,7 +111,7 @@ def _inheritable_settings(adapter: str | Path) -> dict[str, Any]:
 
 
 def in_common(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the settings that all runs have alike."""
+    """Returns the settings that have the same value in all runs."""
     if not runs:
         return {}
     return {name: value for name, value in runs[0].items() if all(run.get(name) == value for run in runs)}
@@ -161,7 +161,11 @@ def _encoder_of_index(values: Mapping[str, Any]) -> dict[str, InheritedSetting]:
 
 
 def _settings_of_runs(values: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Returns the paths of the adapters, or of a model with all weights trained, and what their runs have in common."""
+    """Returns the paths of the adapters and the settings that their runs have in common.
+
+    If there is no adapter, and the model is that of a run with all weights trained, returns the model's path and the
+    settings of that run.
+    """
     adapters = [values.get("adapter")]
     for entry in values.get("adapters") or values.get("average") or ():
         adapters.append(name_and_path(entry)[1])

@@ -31,7 +31,8 @@ def check_inputs(config: Any) -> None:
 def wrong_inputs(config: Any) -> Iterator[WrongInput]:
     """Yields each input that does not exist, or exists but is not what it should be (InputPath.fault).
 
-    Inputs that are set at the top of a TOML file, for all commands, are not looked at.
+    Only inputs that the user has set for this command are looked at, and not those at the top of a TOML file, which are
+    for all commands.
     """
     values = flat(config)
     for section in sections(config).values():

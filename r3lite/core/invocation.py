@@ -140,7 +140,7 @@ def to_toml(config: Any, command: str) -> str:
 
 
 def flags_by_user(config: Any, names: Iterable[str]) -> list[str]:
-    """Returns flags, with their values, that set in another command what the user has set of the settings `names`."""
+    """Returns flags and values that pass on to another command those of the settings `names` that the user has set."""
     values = flat(config)
     words = []
     for name in names:
@@ -358,7 +358,7 @@ def resolve(command: str, default: Any, argv: list[str], table: str | None = Non
         del inherited["preset"]
     before_user = _with_inherited(by_preset, inherited)
     config = with_users_settings(before_user)
-    # Inherited values that are not the preset's, too.
+    # Where inherited settings come from, except those that have the same value in the preset.
     preset_values = flat(by_preset)
     values = flat(before_user)
     places = {name: setting.place for name, setting in inherited.items() if values[name] != preset_values[name]}
@@ -395,7 +395,7 @@ def _with_inherited(config: Any, inherited: dict[str, InheritedSetting]) -> Any:
 def _with_source(config: Any, values: dict[str, Any], where: str) -> Any:
     """Returns `config` with the values of one source.
 
-    If they have `epochs` and no `max_steps`, the `max_steps` of an earlier source is unset, which would win otherwise.
+    If they have `epochs` and no `max_steps`, the `max_steps` of an earlier source, which would otherwise win, is unset.
     """
     if "epochs" in values:
         values = {"max_steps": None} | values

@@ -24,7 +24,8 @@ BACKLOG = 128  # the most connections that wait to be accepted; with 5, many of 
 class ConnectionLimits:
     """Limits of a server's connections, so that slow or many clients do not block the others."""
 
-    # A request must arrive within `seconds` plus its size / `bytes_per_second`. So must its reply be read.
+    # A request must arrive within `seconds` plus its size / `bytes_per_second`. The client must read the reply within a
+    # time that is computed likewise from the reply's size.
     seconds: float = 30.0
     bytes_per_second: int = 64 << 10  # of the slowest link that is allowed for
     connections: int = 256  # the most at a time; further ones are refused

@@ -26,7 +26,10 @@ def torchrun_world() -> World:
 
 
 def shared_facts(config: Any) -> dict[str, Any]:
-    """Returns what the processes of a run must agree on before they begin: all settings but --config and --output."""
+    """Returns what the processes of a run must agree on before they begin.
+
+    This is the version of r3lite, and all settings but --config and --output.
+    """
     facts = {"the version of r3lite": r3lite.__version__}
     for name, value in flat(config).items():
         if name not in ("config", "output"):

@@ -22,7 +22,7 @@ class Span:
     track: str
     start: int  # nanoseconds since 1970
     end: int
-    trace: str  # 32 hexadecimal digits, as in OpenTelemetry: spans that belong together
+    trace: str  # 32 hexadecimal digits, as in OpenTelemetry; the same for spans that belong together
     id: str  # 16 hexadecimal digits
     parent: str | None  # id of the span around it
     attributes: Attributes = field(default_factory=dict)

@@ -58,7 +58,8 @@ def _fit(text: str, delimiter: str) -> tuple[bool, int]:
 
 def table_rows(text: str, count: int | None = None, **dialect: Any) -> list[list[str]]:
     """Returns the first `count` rows, or all, without blank ones; `dialect` is as for csv.reader."""
-    # A cell longer than the limit of the process, by default 131,072 characters, is an error. Here the limit is raised.
+    # A cell longer than the limit of the process, by default 131,072 characters, is an error. No cell is longer than
+    # the whole text, so the text's length is the limit here.
     process_limit = csv.field_size_limit(len(text))
     try:
         rows = csv.reader(io.StringIO(text, newline=""), **dialect)
