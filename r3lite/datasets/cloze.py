@@ -3,11 +3,11 @@
     one document    What is (1)? Marta Lindqvist: "She was born in (1)."
     two documents   What is (2)? "Silent Harbour is a novel by (1)." (1): "She was born in (2)."
 
-Two documents are linked if a sentence of one mentions the title of the other. A sentence that does not name its
-document follows the document's title. The questions are rows of HotpotQA's format, with the paragraphs and the
-sentences that state the answer, so that `collect --source gold` demonstrates them. They are not beautiful. An answer
-occurs once in the sentences of its document that are used, and no two gaps with the same words around them have
-different answers.
+Two documents are linked if a sentence of one mentions the title of the other. Before a sentence that does not name
+its document, the question puts the document's title, or (1) in its place. The questions are rows of HotpotQA's format,
+with the paragraphs and the sentences that state the answer, so that `collect --source gold` can demonstrate them. They
+are not beautiful. An answer occurs once in the sentences of its document that are used, and no two gaps with the same
+words around them have different answers.
 
 Names are words with capitals: in scripts without them only dates and numbers are asked for.
 """
@@ -27,7 +27,7 @@ from r3lite.datasets.gold import MONTHS
 from r3lite.datasets.hops import name_of
 
 FEWEST_WORDS = 4  # around a gap: fewer say too little
-LONGEST_SENTENCE = 250  # characters; longer sentences are not used, as a demonstration quotes them within a turn
+LONGEST_SENTENCE = 250  # characters; longer ones are not used: a demonstration must quote a sentence within one turn
 # The line break before an item of a list, a row of a table, a quotation or a heading: each is a sentence of its own.
 ITEM_BREAK = re.compile(r"\n(?=\s*(?:[-*+\u2022|#>]|\d{1,3}[.)]\s))")
 BULLET = re.compile(r"^(?:[-*+\u2022|#>]|\d{1,3}[.)]\s)\s*")
@@ -46,7 +46,8 @@ NAMELESS_OPENERS = {
     "while", "and", "but", "der", "die", "das", "le", "la", "les", "el", "los", "il",
 }  # fmt: skip
 LONGEST_NAME = 6  # words
-# What stands in gaps. (2) is the gap of a question of two documents, in which (1) is the name of the second document.
+# What stands in gaps. A question of one document asks for (1). A question of two documents asks for (2), and (1) stands
+# for the name of the second document.
 MARKS = ("(1)", "(2)")
 
 
@@ -121,7 +122,7 @@ class ClozeQuestion:
 
 
 def sentences(text: str) -> list[str]:
-    """Returns the sentences of a text, each on one line; an item of a list is one, without its bullet."""
+    """Returns the sentences of a text, each on one line. An item of a list is a sentence, without its bullet."""
     result = []
     for part in chain.from_iterable(map(SENTENCE.split, ITEM_BREAK.split(text))):
         sentence = BULLET.sub("", " ".join(part.split()))
@@ -339,7 +340,10 @@ class ClozeMaker:
 
 
 def _names_in(statement: Statement, names_by_first_word: dict[str, list[str]]) -> list[str]:
-    """Returns the names that a statement mentions, in the order of their first words, except parts of a longer name."""
+    """Returns the names that a statement mentions, in the order of their first words.
+
+    A name that is a part of another mentioned name is left out.
+    """
     mentioned = []
     for word in dict.fromkeys(WORD.findall(statement.text)):
         candidates = names_by_first_word.get(word, ())

@@ -49,7 +49,7 @@ class Tally:
     extra: dict[str, object] = field(default_factory=dict)  # further lines of the table: name -> value
 
     def keep(self, steps: int, gold: int, retrieved_gold: int) -> None:
-        """Counts a trajectory; the arguments are the numbers of its steps and of its gold and retrieved paragraphs."""
+        """Counts a trajectory; the arguments count its steps, its gold paragraphs and those that were retrieved."""
         self.accepted += 1
         self.steps += steps
         self.gold += gold

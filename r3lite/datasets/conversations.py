@@ -51,7 +51,7 @@ GLAIVE_INLINE_TURNS = re.compile(rf"(?:(?<!\S)|(?<=\|>)){GLAIVE_HEADING}", re.M)
 class Conversation:
     """Chat messages with `role` and `content`; assistant messages are trained on unless their `train` is False.
 
-    Messages may have `tool_calls`, `tool_call_id` and `name`, and the chat `tools`, as OpenAI's API has them.
+    As in OpenAI's API, messages may have `tool_calls`, `tool_call_id` and `name`, and the chat may have `tools`.
     """
 
     id: str
@@ -83,12 +83,13 @@ def is_trained(message: dict[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How the messages of a row are read, and which keys the row may have besides SYSTEM and its keys in LAYOUTS."""
+    """How the messages of a row are read, and which keys it may have besides SYSTEM, IGNORED and those in LAYOUTS."""
 
     messages: Callable[[Record], list[dict]]
     reads: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
-    asks: tuple[str, str] | None = None  # of a trace: the keys of the question, which RL asks as it is, and the answer
+    # In a layout of traces: the key of the question, which RL asks as it is, and the key of the answer.
+    asks: tuple[str, str] | None = None
 
 
 def turn(role: str, content: str) -> dict[str, Any]:
@@ -122,8 +123,8 @@ def from_sharegpt(row: Record) -> list[dict]:
 
 
 def from_glaive(row: Record, key: str) -> list[dict]:
-    """Reads `chat` beside `system`, or `sample` with both: one text of several turns, as Glaive's function calling has
-    them.
+    """Reads `chat`, beside which the row has `system`, or `sample`, which includes the system message. Each is one text
+    of several turns, as in Glaive's function-calling data.
 
     Turns open with `USER:`, `ASSISTANT:`, ...; the assistant's end with `<|endoftext|>`. Calls stay as the assistant
     writes them, `<functioncall> {...}`; the response of a function is the next user turn, with its heading, as these
@@ -277,7 +278,8 @@ def _message(record: Record, role: str, role_key: str, text_key: str) -> dict:
 def _is_excluded(record: Record, role: str) -> bool:
     """Returns whether a message has a weight of 0 or false.
 
-    Raises InvalidRecord if its weights differ, or if its role may not have them.
+    Raises InvalidRecord if its weights differ, or if its role may not have one of them: 0 and false are allowed in all
+    roles, 1 and true only in the assistant's.
     """
     weights = {f"{record.path}{name}": record.values[name] for name in WEIGHTS if name in record}
     allowed = [0]  # also allows False, which equals 0, as True equals 1
@@ -317,7 +319,7 @@ def _objects(record: Record, key: str) -> list[Record]:
 
 
 def _refuse_unknown(record: Record, allowed: Iterable[str]) -> None:
-    """Raises InvalidRecord, which names the key, if a record has a value other than a blank one under another key."""
+    """Raises InvalidRecord, which names the key, if a key that is not in `allowed` has a value that is not blank."""
     for key, value in record.values.items():
         if key in allowed or value in (None, [], {}):
             continue
@@ -361,7 +363,7 @@ def declared(keys: Keys) -> Keys:
 def read_conversation(row: Record, id: str, keys: Keys) -> Conversation:
     """Returns the conversation of a row of the layout with these keys.
 
-    Raises InvalidRecord if nothing in it can be trained on.
+    Raises InvalidRecord if the row is malformed, or if nothing in it can be trained on.
     """
     _refuse_unknown(row, declared(keys))
     messages = _with_system(row, LAYOUTS[keys].messages(row))

@@ -1,15 +1,15 @@
 """Gold trajectories of a set of questions, without a teacher: by sub-questions (gold.py), or by evidence. Trajectories
 by evidence write down what a retriever found:
 
-    step 1      analysis names what the question names                       query: the question itself
-    step k      analysis the facts that are newly found                      query: the name that is missing
-    last step   analysis the same                                            answer
+    step 1      analysis: what the question names              query: the question itself
+    step k      analysis: the facts that are newly found       query: the name of a missing paragraph, or a sub-question
+    last step   analysis: the facts that are newly found       answer
 
 A fact is "{sub-question} {answer}." where the data set has sub-questions (2WikiMultiHopQA, MuSiQue), else "{title}:
 {supporting sentences}" (HotpotQA). Every fact is written once, and stands in a document that was retrieved: nothing is
-inserted. The last analysis of a comparison ends with what its facts come to (gold.py). A query uses only what was found
-before it; of several possible queries, the first that finds something new is asked. A question that cannot be answered
-in this way is rejected, with the reason.
+inserted. The last analysis of a comparison ends with the result, if `gold.compared` can state it. A query uses only
+what was found before it; of several possible queries, the first that finds something new is kept. A question that
+cannot be answered in this way is rejected, with the reason.
 """
 
 import random
@@ -38,7 +38,7 @@ RETRIEVER_FAILED = "the retriever failed"
 def write_gold(
     config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, output: Path
 ) -> Tally:
-    """Writes a trajectory for every question with a decomposition whose gold paragraphs the retriever finds.
+    """Writes a trajectory for every question that can be demonstrated; returns the counts.
 
     Before that, writes the ids of the other questions, with the reasons, to `<output>.rejected.jsonl`.
     """

@@ -1,7 +1,7 @@
 """Demonstrations that follow a gold decomposition, without a teacher: their queries, analyses and answers.
 
-Protocols that plan or do not search have these demonstrations, others with `--demonstrations sub-questions`. The texts
-for n hops with questions q_k and answers a_k are:
+Protocols that plan and protocols without search always have these demonstrations; the others have them with
+`--demonstrations sub-questions`. The texts for n hops with questions q_k and answers a_k are:
 
     step 1      analysis "I need to find out: {q_1}"                            query "{q_1}"
     step k      analysis "{q_k-1} {a_k-1}. Next I need to find out: {q_k}"      query "{q_k}"
@@ -9,8 +9,9 @@ for n hops with questions q_k and answers a_k are:
 
 A small model must write a fact down before it can use it: without the closing analysis it answers far worse.
 
-For a protocol that plans, step 1 is the plan, whose nodes are the hops and whose edges lead from a hop to those that
-use its answer; each further step has the answers of a level of nodes, and the last step also has the final answer.
+For a protocol that plans, the analysis of step 1 is the plan, whose nodes are the hops and whose edges lead from a hop
+to those that use its answer. The analysis of each further step has the answers of the nodes that the step before
+searched, and the last step also has the final answer.
 
 For a protocol without search there is one step: analysis "{q_1} {a_1}. ... {q_n} {a_n}. This gives the answer."
 
@@ -54,7 +55,7 @@ def obstacle(question: Question, max_hops: int, searches: bool = True) -> str | 
 
 
 def queries(question: Question) -> list[str]:
-    """Returns the questions of the hops, with the answers of earlier ones filled in for `#1`, `#2`, ..."""
+    """Returns the questions of the hops, with the answers of earlier hops filled in for `#1`, `#2`, ..."""
     return [_filled(hop.question, question.hops[:i]) for i, hop in enumerate(question.hops)]
 
 

@@ -1,5 +1,5 @@
 """Sub-questions of the data sets, without a teacher: MuSiQue's are made readable; HotpotQA and 2WikiMultiHopQA have
-none, so these are made by rule.
+none, so theirs are made by rule.
 
 A sub-question may use only what is known by then: the question, and the answers of earlier hops. Nothing else from
 the gold paragraphs may leak into it, or a model would learn to ask for what it cannot know.
@@ -87,10 +87,11 @@ def natural(text: str) -> str:
 def from_evidences(question: Question, evidences: list[list[str]], supporting: dict[str, list[str]]) -> tuple[Hop, ...]:
     """Returns the hops of a question of 2WikiMultiHopQA: one for each evidence, in the data set's order.
 
-    An evidence has three texts: subject, relation and object. A subject that is the object of an earlier evidence
-    becomes `#i`. Evidences that share subject and relation are one hop with several answers. The paragraph of a hop is
-    the gold one titled like the subject, else the one that names both subject and object. Returns () if a hop has no
-    paragraph. `supporting` maps the title of a gold paragraph to its supporting sentences.
+    An evidence has three texts: subject, relation and object. Evidences that share subject and relation are one hop,
+    whose answer is their objects joined by "and". A subject that is the whole answer of an earlier hop i becomes `#i`.
+    The paragraph of a hop is the gold one titled like the subject, else the one that names the subject and one of the
+    objects. Returns () if a hop has no paragraph. `supporting` maps the title of a gold paragraph to its supporting
+    sentences.
     """
     merged: dict[tuple[str, str], list[str]] = {}
     for subject, relation, object_text in evidences:
@@ -140,10 +141,11 @@ def from_supporting(question: Question, supporting: dict[str, list[str]]) -> tup
     paragraphs give, by the question's `type`:
 
     - comparison: one hop per paragraph, in the order in which the question names them; its answer is the supporting
-      sentences themselves, the facts to compare, as far as they are short.
-    - bridge: two hops. The second paragraph is the one that has the answer, the first leads there. The first hop looks
-      up the name of its paragraph if the question has that name, else the question itself. Its answer is the bridge
-      entity: the title of one paragraph that the other paragraph mentions. The second hop looks up this entity.
+      sentences themselves, the facts to compare, as many as `_brief` keeps.
+    - bridge, or any other type: two hops. The second paragraph should have the answer, the first leads there
+      (`_bridge_order`). The answer of the first hop is the bridge entity: the name of one of the paragraphs
+      (`_bridge`). This hop looks up the name of its paragraph if the question has that name and it is not the bridge
+      entity, else the question itself. The second hop looks up the bridge entity.
     """
     if len(question.gold) == 1:
         return _only_hop(question, supporting)
@@ -254,9 +256,9 @@ def _bridge_order(question: Question, supporting_texts: dict[str, str]) -> tuple
 def _bridge(question: Question, first: Document, second: Document, supporting_texts: dict[str, str]) -> str:
     """Returns the entity that the first hop finds: the name of one paragraph.
 
-    Preferred is a name that the other paragraph mentions, best in its supporting sentences, and that the question does
-    not have; then any name that the question does not have; then any name that the other paragraph mentions; then the
-    second paragraph's.
+    Preferred is a name that the question does not have and that the other paragraph mentions, preferably in its
+    supporting sentences; then any name that the question does not have; then any name that the other paragraph
+    mentions; then the name of the second paragraph.
     """
     first_name = name_of(first.title)
     second_name = name_of(second.title)
@@ -289,7 +291,7 @@ def _brief(sentences: list[str]) -> tuple[str, ...]:
 
 
 def name_of(title: str) -> str:
-    """Returns a title as it would stand in a sentence: `Neighbours (TV series)` is `Neighbours`."""
+    """Returns a title as it would stand in a sentence: `Neighbours (TV series)` becomes `Neighbours`."""
     title = " ".join(html.unescape(title).split())
     return re.sub(r"\s*\([^()]*\)$", "", title) or title
 

@@ -145,11 +145,11 @@ def sha256(path: Path) -> str:
 
 
 def on_card(card: Any, files: list[str], subset: str, split: str) -> list[str]:
-    """Returns the files that a data set's card names for a subset and split, in its order; none if it names none.
+    """Returns the files that a data set's card names for a subset and split, in the card's order; [] if it names none.
 
     See https://huggingface.co/docs/hub/datasets-manual-configuration: `configs` is a list of subsets, each with a
-    `config_name` and `data_files`. These are a pattern or a list of patterns, of the split train, or a list of objects
-    with a `split` and its patterns, `path`.
+    `config_name` and `data_files`. `data_files` is a pattern or a list of patterns for the split train, or a list of
+    objects, each with a `split` and, under `path`, the pattern or patterns of this split.
     """
     listed = None
     if card:

@@ -99,9 +99,9 @@ def rows_of_step(
     row_limit: int | None,
     mixture: Mixture | None = None,
 ) -> list[int]:
-    """Returns the indices of the rows of step 1, 2, ..., drawn in passes over all `count` rows or from a mixture.
+    """Returns the indices of the rows of a step (1, 2, ...), drawn in passes over all `count` rows or from a mixture.
 
-    `row_limit` is the number of draws of the whole run, after which a step has no more rows; None: it has no end.
+    `row_limit` is the number of draws of the whole run, after which a step has no more rows; None: there is no limit.
     """
     start = (step - 1) * per_step
     stop = step * per_step
@@ -125,7 +125,7 @@ class QuestionOrder:
         return self.mixture or Passes(len(self.questions), f"{self.seed}/epoch ")
 
     def of_round(self, number: int, size: int) -> tuple[list[Question], list[str]]:
-        """Returns the questions and the seeds of the episodes of round 1, 2, ..., which has `size` draws.
+        """Returns the questions and the seeds of the episodes of a round (1, 2, ...), which has `size` draws.
 
         Each drawn question is repeated `generations` times, every time with another seed.
         """
@@ -146,10 +146,10 @@ class QuestionOrder:
         size: int,
         used: set[str],
     ) -> tuple[list[Question], list[str]]:
-        """Returns questions and seeds of `size` groups, in attempt 1, 2, ... to replace groups of round `number`.
+        """Returns the questions and the seeds of `size` groups that replace groups of round `number`.
 
-        Questions whose ids are not in `used` come first. The result depends only on the seed, the round, the attempt
-        and `used`.
+        `attempt` (1, 2, ...) counts the replacements in the round. Questions whose ids are not in `used` come first.
+        The result depends only on the seed, the round, the attempt and `used`.
         """
         stream = f"{self.seed}/refill {number}/{attempt}"
         shuffled = self._draws.shuffled(stream)

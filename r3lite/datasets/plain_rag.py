@@ -1,7 +1,7 @@
 """Conversations that teach plain RAG: the prompt of `evaluate --baseline rag`, and the gold answer as the reply.
 
-They are the control for training in steps: the same model, questions and tokens, but one retrieval with the question.
-The prompt of a row is laid out by the code that lays out the evaluation, so that both have the same tokens.
+They are the control for training in steps: the same questions, but one retrieval with the question and no steps. The
+prompt of a row is laid out by the code that lays out the evaluation, so that both prompts have the same tokens.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,8 @@ def write_plain_rag(questions: Sequence[Question], retrieve: Retrieve, layout: L
 def conversation(transcript: Transcript, documents: Sequence[Document], layout: Layout) -> dict:
     """Returns the row of a question: the system message, a user message with documents and question, and the answer.
 
-    The transcript was opened. Adds the documents, cut as for the evaluation, and the answer to its steps.
+    The transcript must be opened (`Layout.open`). Adds to its steps the documents, cut as for the evaluation, and the
+    answer.
     """
     question = transcript.question
     protocol = layout.protocol

@@ -82,8 +82,8 @@ def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
     """Returns the answers of a row, without repetition: those under the first of the keys that it has, and the aliases
     of MuSiQue.
 
-    Without `keys`, they are ANSWERS. An answer is text or a number, which becomes text. Raises InvalidRecord if there
-    is no answer.
+    Without `keys`, the keys are ANSWERS. An answer is text or a number, which becomes text. Raises InvalidRecord if
+    there is no answer.
     """
     if not keys:
         keys = ANSWERS
@@ -111,7 +111,8 @@ def plain_answers(row: Record, *keys: str) -> tuple[str, ...]:
 
 
 def _plain(row: Record, id: str) -> Question:
-    """Returns a question with its answers. Its `type` is the row's `task`, which decides how `combined` rewards it."""
+    """Returns a question with its answers. Its `type` is the row's `task`, which decides how the reward `combined`
+    scores an answer."""
     return Question(
         id,
         text=_text(row, "question"),
@@ -123,7 +124,8 @@ def _plain(row: Record, id: str) -> Question:
 def _musique(row: Record, id: str) -> Question:
     """Returns a question of MuSiQue.
 
-    Gold are the paragraphs that the decomposition names. They are told apart by text, as many share a title.
+    Gold are the paragraphs that the decomposition names or, if it names none, those marked `is_supporting`. They are
+    told apart by text, as many share a title.
     """
     documents: dict[int, Document] = {}
     supporting = []

@@ -45,8 +45,8 @@ def read_rl_questions(config: PpoConfig) -> list[Question]:
 def read_demonstrations(config: PpoConfig, questions: Sequence[Question]) -> dict[str, list[Trajectory]]:
     """Returns the demonstrations in the files of --contexts by the id of their question.
 
-    A demonstration belongs to every question with the same text of which its documents have all gold paragraphs. Raises
-    R3LiteError if a file has conversations.
+    A demonstration belongs to every question that has the same text and has gold paragraphs, all of which are among the
+    demonstration's documents. Raises R3LiteError if a file has conversations.
     """
     protocol = protocols_of(config.protocol, config.mixture)[""]
     by_key: dict[str, list[Question]] = {}
@@ -68,8 +68,8 @@ def read_demonstrations(config: PpoConfig, questions: Sequence[Question]) -> dic
 
 
 def balanced(questions: Sequence[Question]) -> list[Question]:
-    """Returns the questions in their order, without some of those answered by yes or no: of each source stay equally
-    many of both.
+    """Returns the questions in their order, without some of those answered by yes or no: as many questions of each
+    source are answered by yes as by no.
 
     The choice depends on `questions` alone, not on --seed.
     """

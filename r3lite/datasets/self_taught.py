@@ -45,7 +45,7 @@ class Harvest:
 
     @staticmethod
     def after(earlier: Earlier, questions: list[Question], protocol: Protocol, output: Path) -> "Harvest":
-        """Returns the harvest of earlier runs; removes trajectories of questions that are not done from the file."""
+        """Returns the harvest of earlier runs; removes from the file trajectories of questions that are not done."""
         rejected = {str(record["id"]): Counter(record["reasons"]) for record in earlier.rejected}
         done = [record for record in earlier.accepted if str(record["id"]) in rejected]
         if len(done) < len(earlier.accepted):
@@ -113,9 +113,10 @@ class Harvest:
         self.rejected |= reasons
 
     def tally(self, per_question: int) -> Tally:
-        """Returns counts of this run's questions, whichever run sampled their episodes: `per_question` episodes each.
+        """Returns the counts of this run's questions, whichever run sampled their episodes.
 
-        Its further lines are the yield by the number of hops.
+        `per_question` is the number of episodes of a question. Further lines of the table are the number of sampled
+        episodes and the yield by the number of hops.
         """
         done = [question for id, question in self.questions.items() if id in self.rejected]
         row_counts = Counter(row.id for row in self.accepted)

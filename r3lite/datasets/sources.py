@@ -83,7 +83,7 @@ def protocols_of(settings: ProtocolSettings, mixture: SourceSettings) -> dict[st
 def build_mixture(mixture: SourceSettings, items: Sequence[Row | Question], seed: str) -> Mixture | None:
     """Returns the mixture from which `items` are drawn; None without sources.
 
-    The items must be in the order of their sources, and so is the numbering of the mixture's rows.
+    The items must be in the order of the sources, because the mixture numbers its rows source by source.
     """
     if not mixture.sources:
         return None
@@ -171,7 +171,10 @@ def encode_fitting(rows: ExamplesBySource, layouts: Mapping[str, Layout]) -> lis
 
 
 def read_questions_of(data: NewQuestionSettings, mixture: SourceSettings) -> list[Question]:
-    """Returns the questions of all sources, source after source, the first --limit of each; ids are `NAME/ID`."""
+    """Returns the questions of all sources, source after source, the first --limit of each.
+
+    Questions of [[sources]] have the ids `NAME/ID`; those of --data keep their ids.
+    """
     entries = entries_of(data, mixture)
     if not entries:
         return new_questions(data)
@@ -238,7 +241,7 @@ def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
 
 
 def _up_to_reply(row: Record, messages: Sequence[dict], kind: str) -> Sequence[dict]:
-    """Returns the messages up to and with the reply to learn (see `task_from_row`)."""
+    """Returns the messages up to and including the reply to learn (see `task_from_row`)."""
     numbers = [i for i, message in enumerate(messages) if is_trained(message)]
     if kind != "function_calling":
         return messages[: numbers[-1] + 1]

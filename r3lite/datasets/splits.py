@@ -18,7 +18,8 @@ from r3lite.settings import NewQuestionSettings, PrepareSettings, QuestionSettin
 def held_out(data: str, setting: str | None) -> str | None:
     """Returns the data set from which development and test questions are drawn; None: from `data`, as the others are.
 
-    It is that of the `setting`; by default the validation split of a data set of the hub.
+    It is the data set that `setting` names. If `setting` is None and `data` is a short name (`hub.NAMED`), it is the
+    validation split.
     """
     name = data.partition(",")[0].strip()
     if setting is None and name in NAMED and not Path(data).is_file():
@@ -93,7 +94,7 @@ def drawn_to_train(
 
 
 def rows_of(name: str, data: QuestionSettings, prefix: str = "") -> dict[str, dict]:
-    """Returns the rows of the usable questions of a data set by `question_key`; of questions that ask alike, the first.
+    """Returns the rows of the usable questions of a data set by `question_key`; of several with one key, the first.
 
     Rows without an id get one. It begins with `prefix`, because files of different data sets may have the same name.
     """
@@ -136,7 +137,8 @@ def without(
 ) -> list[Question]:
     """Returns the questions that are in none of `files`, by id or by normalized text; prints how many are in one.
 
-    Only ids that the rows of a file name count: the ids of other rows are their places in the file.
+    A row of `files` that has no id is compared by its text alone: the id that it gets is only its place in the file.
+    Raises R3LiteError if no question is left.
     """
     if not files:
         return questions
@@ -147,7 +149,7 @@ def without(
             id = question.id
         return id, question_key(question.text)
 
-    excluded_ids: set[str | None] = set()  # None is of rows without an id; no question has it
+    excluded_ids: set[str | None] = set()  # has None if a row has no id; this excludes no question
     excluded_keys: set[str] = set()
     for file in files:
         for id, key in read_with_rows(file, id_and_key, limit=None, skip_bad_rows=skip_bad_rows):

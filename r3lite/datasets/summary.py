@@ -76,7 +76,7 @@ def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[s
 
 
 def missing_of(data: DataSettings, mixture: SourceSettings) -> str | None:
-    """Returns the first of a run's files that is not on this machine, also a hub string; None if all are here."""
+    """Returns the first of a run's files that is not on this machine (a hub string never is); None if all are here."""
     paths = [entry["file"] for entry in entries_of(data, mixture)]
     if data.data:
         paths.append(data.data)

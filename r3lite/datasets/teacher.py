@@ -21,7 +21,8 @@ from r3lite.llm.replies import Reply, Request
 from r3lite.protocols.base import Protocol
 from r3lite.settings import CollectConfig
 
-# Failures of a reply that are not mended by asking again: they come from the question, not from network or account.
+# Failures of a reply that come from the question, not from network or account: after the last attempt the question is
+# rejected, and no later run asks it again.
 FINAL = ("blocked", "cut", "empty")
 WITHOUT_SEARCH = "answered without a search"
 # Attempts must differ, and newer models take no temperature. The text must not show in what the teacher writes.
@@ -37,7 +38,7 @@ class Try:
 
     question: Question
     steps: list[Step] = field(default_factory=list)
-    failure: str | None = None  # what is wrong with the teacher's reply: another attempt is made
+    failure: str | None = None  # what is wrong with the teacher's reply: another attempt is made, if one is left
     missing: str | None = None  # why there is no reply or no documents: a later run asks again
 
     @property
@@ -135,7 +136,7 @@ class Teacher:
                 attempt.steps[-1] = step.with_documents(outcomes_of_step)
 
     def request(self, attempt: Try, number: int) -> Request:
-        """Returns the request for the next step: the episode so far as the chat that a student sees, and a demand.
+        """Returns the request for the next step: the chat so far, as a student sees it, then `Protocol.step_request`.
 
         The teacher's steps are its own turns, so that no text in a document or a question can pass for such a step.
         """

@@ -70,7 +70,7 @@ def parts_done(folder: Path, origin: CacheOrigin) -> int:
 
 
 def _check_part(path: Path, origin: CacheOrigin, remedy: str) -> None:
-    """Raises R3LiteError, with `remedy`, if a part cannot be read; also if it is of another origin."""
+    """Raises R3LiteError if a part cannot be read (with `remedy`), or if it is of another origin (with ANOTHER)."""
     with opened(path, remedy) as file:
         metadata = file.metadata() or {}
     for name, value in asdict(origin).items():

@@ -37,7 +37,7 @@ from r3lite.protocols.tool_chats import tool_chat
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A question answered in well-formed steps; the last one has the answer, all others a query with its documents."""
+    """A question answered in well-formed steps: the last has the answer, all others queries with their documents."""
 
     id: str
     question: str
@@ -219,7 +219,7 @@ def check_steps(steps: Sequence[Step], protocol: Protocol) -> str | None:
 
 
 def parts_of(row: Example, layout: Layout) -> list[Example]:
-    """Returns the parts of a row to train on. In them each trained reply follows the prompt that the template makes.
+    """Returns the parts of a row to train on. In them each trained reply follows the prompt that a model would get.
 
     A chat template may remove the thought of a reply once a later turn follows. For each such reply one part ends with
     the reply, so that it is trained with its thought; one more part is the whole row, for the other replies. Every
@@ -288,7 +288,8 @@ def encode_row(row: Example, layout: Layout) -> Row | None:
 def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> list[Row]:
     """Returns all rows, or parts of rows (`parts_of`), that fit into `max_length`.
 
-    Prints how many rows have parts, how many were shortened and how many left out; `where` begins these lines.
+    Prints the number of parts, if it is larger than that of the rows, and how many parts were shortened and left out;
+    `where` begins these lines. Raises R3LiteError if no part fits.
     """
     parts = [part for row in rows for part in parts_of(row, layout)]
     if len(parts) > len(rows):
@@ -313,8 +314,9 @@ def encode_rows(rows: Sequence[Example], layout: Layout, where: str = "") -> lis
 
 
 def lengths_of(rows: Sequence[Row], held_out: Sequence[Row]) -> dict:
-    """Returns four figures: of all rows, the length of the longest (`longest`) and how many first tokens all share
-    (`shared`); of the rows to train on, the mean numbers of tokens (`mean_tokens`) and of tokens with loss (`writes`).
+    """Returns four figures: of all rows, the length of the longest (`longest`) and how many first tokens all share in a
+    pack (`shared`, see `common_prefix`); of the rows to train on, the mean numbers of tokens (`mean_tokens`) and of
+    tokens with loss (`writes`).
     """
     tokens = [row.tokens for row in [*rows, *held_out]]
     return {

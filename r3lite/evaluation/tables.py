@@ -53,7 +53,7 @@ def scores_table(scores: dict, format_remedy: str) -> str:
 
 
 def _counts(counts: dict[str, int]) -> str:
-    """Returns such as `250 answered, 3 cut off`."""
+    """Returns a text such as `250 answered, 3 cut off`."""
     return ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
 
 

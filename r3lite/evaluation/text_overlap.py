@@ -93,8 +93,8 @@ def _ngrams(words: list[str], n: int) -> Counter:
 def _bleu(counts: _Counts, orders: int) -> float:
     """Returns the geometric mean of the precisions of n-grams of 1 to `orders` words, times the brevity penalty.
 
-    The k-th precision that is 0 becomes 1 / (2^k n-grams): the smoothing of NIST's mteval-v13a, method 3 of Chen and
-    Cherry 2014 (W14-3346).
+    The k-th precision that is 0 becomes 1 / (2^k N), where N is the number of its n-grams: the smoothing of NIST's
+    mteval-v13a, method 3 of Chen and Cherry 2014 (W14-3346).
     """
     order_matches = counts.matches[:orders]
     order_ngrams = counts.ngrams[:orders]

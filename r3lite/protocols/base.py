@@ -146,12 +146,12 @@ class Protocol(ABC):
     def _messages(self) -> list[dict[str, str]]:
         return messages(self.init_prompt)
 
-    # From the text of a question, title or passage to one in which nothing could be taken for a part of the protocol.
+    # Returns a question, title or passage as a text in which nothing could be taken for a part of the protocol.
     quoted = staticmethod(one_line)
 
     @abstractmethod
     def parse(self, text: str, earlier: Sequence[Step]) -> Step:
-        """Returns the step that a turn's text is, after the `earlier` steps. The step has the names of its faults.
+        """Returns the step that a turn's text states, with the names of its faults; `earlier` are the steps before it.
 
         The text of a forced answer is read by `read_answer` instead. A step that has neither searches nor an answer is
         malformed: the episode ends with it.
@@ -195,7 +195,7 @@ class Protocol(ABC):
         return f"\n{self.answer_heading}"
 
     def step_request(self, number: int) -> str:
-        """Returns a text that asks a model for step `number`: a teacher, which was not trained on the protocol."""
+        """Returns a text that asks a teacher, a model that was not trained on the protocol, for step `number`."""
         raise AssertionError("a format of --format asks for its steps")
 
     def first_search(self, question: str) -> Step:

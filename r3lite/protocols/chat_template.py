@@ -147,7 +147,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 def without_clock(source: str) -> str:
     """Returns the template with fixed dates, so that every program renders the same prompt on every day.
 
-    A call of the clock becomes the date DAY. A test whether there is a clock becomes false; the template then writes a
+    A call of the clock becomes the date DAY. A test whether there is a clock finds none; the template then writes a
     date of its own, as Llama 3.2's does.
     """
     source = re.sub(rf"\b{CLOCK} is defined\b", "false", source)

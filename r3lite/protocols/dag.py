@@ -1,4 +1,4 @@
-"""A plan of searches, and then its nodes: `--format dag`.
+"""Steps that are a plan of searches, then the answers of its nodes: `--format dag`.
 
 The first turn of the model is a plan (plan.py). Its nodes are searched level by level, those of a level in one batch.
 After each level the model gets the documents, and writes the answers of the level's nodes in a short turn; the answers
@@ -44,7 +44,7 @@ NODE_ANSWER = re.compile(r"[ \t]*([A-Za-z]\w{0,15})[ \t]*:[ \t]*(.*?)[ \t]*")
 class Dag(Protocol):
     """Reading and rendering of plans and of the answers of their nodes.
 
-    `parse(render(step, k), earlier) == step` for every well-formed step.
+    `parse(render(step, k), earlier)` equals `step` without its documents, for every well-formed step.
     """
 
     init_prompt: str

@@ -289,8 +289,8 @@ class Layout:
     ) -> None:
         """Begins a turn for a forced answer: appends `request` and `heading`, and sets `forced_step`.
 
-        If the heading and one token of an answer do not fit, the episode is finished instead: CUT_OFF. A `step` is then
-        added without an answer.
+        If these and one token of an answer do not fit, the episode is finished instead: CUT_OFF. A `step` is then added
+        without an answer.
 
         `step`: the step that gets the answer; None: an empty step, in a baseline.
         `request`: tokens that end the current message, ask for the answer and open a new message; empty: the heading

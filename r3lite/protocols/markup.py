@@ -112,7 +112,7 @@ class Markup:
 
     @cached_property
     def _meanings(self) -> dict[str, tuple[Tag, bool]]:
-        """By an end in lower case: its tag, and whether it opens the tag; an end that also closes a tag opens one."""
+        """By an end in lower case: its tag, and whether it opens the tag. An end that could do both opens the tag."""
         closing = {tag.closing.lower(): (tag, False) for tag in self.tags}
         opening = {tag.opening.lower(): (tag, True) for tag in self.tags}
         return closing | opening

@@ -29,10 +29,11 @@ class Observations:
         documents: Sequence[Sequence[Document]],
         lengths: LengthSettings,
     ) -> tuple[Step, list[int] | None]:
-        """Cuts documents, then drops them from the end, until a whole turn and a forced answer fit after them.
+        """Cuts documents, then drops some, until a whole turn and a forced answer fit after them.
 
-        `documents` has a list for each query of the last step. Returns the last step with its cut documents, and the
-        tokens to append; or the step without documents and None, if not even one document per query fits.
+        `documents` has a list for each query of the last step. Each time, the last document of the longest list is
+        dropped. Returns the last step with its cut documents, and the tokens to append; or the step without documents
+        and None, if not even one document per query fits.
         """
         heading = self.thoughts.closing_text(self.tokenizer.generation_prompt) + self.protocol.answer_prefix(1)
         request_length = len(self.of_text(self.protocol.answer_request))

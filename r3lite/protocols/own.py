@@ -78,7 +78,10 @@ def _prompt(path: str | None, definition: dict[str, Any], key: str) -> str:
 
 
 def _problems(definition: dict[str, Any]) -> Iterator[str]:
-    """Yields what is wrong with a file's keys and values. A caller stops at the first: later checks rely on earlier."""
+    """Yields what is wrong with a file's keys and values.
+
+    A caller must stop at the first problem: later checks rely on earlier ones.
+    """
     kind = definition.get("kind")
     if kind not in tuple(KEYS):  # compared, not looked up: a list has no hash
         yield f"has kind = {kind!r}; it must be {' or '.join(KEYS)}"

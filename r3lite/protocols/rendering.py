@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 SECONDS = 20.0  # for a request; a usual template takes milliseconds
-START_SECONDS = 120.0  # for the first reply of a new process: a slow disk has to read Python
+START_SECONDS = 120.0  # for the first reply of a new process, which may have to read Python from a slow disk
 MEMORY = 2**30  # bytes of the process
 MAX_CHARACTERS = 50_000_000  # of a rendered text
 PROGRAM = Path(__file__).with_name("render_process.py")

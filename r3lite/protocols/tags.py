@@ -4,8 +4,8 @@ With `tags` (arXiv 2503.09516) the model writes
 
     <think> what is known and what is missing </think><search> what to look up </search>
 
-and is stopped there; the documents follow as `<information>...</information>`, and it goes on in the same turn until
-`<answer> the answer </answer>`. With `solution` it writes one step that does not search:
+and is stopped there. The documents follow as `<information>...</information>`, and the model goes on in the same
+assistant turn until `<answer> the answer </answer>`. With `solution` it writes one step that does not search:
 
     <start_working_out> the working-out <end_working_out><SOLUTION> the answer </SOLUTION>
 
@@ -53,7 +53,8 @@ class Tags(Protocol):
     """Reading and rendering of steps in tags.
 
     `parse(render(step, k), earlier)` equals `step` without its documents, for every well-formed step without a
-    verification: with `graph` if its analysis ends with its plan, else if it has at most one search, without a kind.
+    verification that meets a condition on its searches. With `graph`: if it has any, its analysis ends with their plan.
+    Without `graph`: it has at most one, which names no kind.
 
     Without `search` and `information` a step can only answer. Lenient reading takes tags in any letter case; the next
     tag or the end of the turn also closes a block, and the faults in FORGIVEN do not count.
@@ -124,7 +125,7 @@ class Tags(Protocol):
         return self.think.around(thought) + self.search.around(plan_text)
 
     def observation(self, question: str, steps: Sequence[Step]) -> str:
-        """Returns numbered passages, one a line, as Search-R1 gives them; with a graph, each query before its own."""
+        """Returns numbered passages, one a line, as Search-R1 gives them; with a graph, each query above its own."""
         lines = []
         number = 0
         for search in steps[-1].searches:
@@ -282,8 +283,8 @@ def load_tags(settings: ProtocolSettings) -> Tags:
 def _check_information(information: Tag) -> None:
     """Raises R3LiteError unless the ends of the tag around documents are tags that the format does not have.
 
-    Also raises it if only the opening end was changed: its closing end was then probably forgotten. The closing end
-    alone may be any tag, such as <end>.
+    Also raises it if only the opening end was changed: its closing end was then probably forgotten. It is no error to
+    change the closing end alone, to a tag such as <end>.
     """
     format_tags = Markup((THINK, SEARCH, ANSWER), any_case=True)
     ends = {"--information-open": information.opening, "--information-close": information.closing}

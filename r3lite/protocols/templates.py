@@ -68,7 +68,7 @@ def read_prompt(name: str) -> str:
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
-    """Returns the messages of a prompt that opens an episode: one of the user, or a worked example before it.
+    """Returns the messages of a prompt that opens an episode: a worked example, if there is one, and a user message.
 
     A line [user] or [assistant] begins a message; the first and the last are the user's, and they take turns. Text
     before the first of these lines opens the first message: instructions, which also hold without the example.

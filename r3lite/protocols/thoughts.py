@@ -63,7 +63,8 @@ class Thoughts:
     def encode_turn(self, prefix: Sequence[int], text: str) -> list[int]:
         """Returns the tokens of a turn's text as the model writes it after the tokens `prefix`.
 
-        If the template has opened a thought there, the tokens first end this thought, which stays empty.
+        If the template has opened a thought there, the text goes on in it if the format itself has <think>. Otherwise
+        the tokens first end this thought, which stays empty.
         """
         if not self._opened_by_template(prefix, len(prefix)):
             return self.tokenizer.encode_turn(text)

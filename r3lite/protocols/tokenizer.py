@@ -269,7 +269,7 @@ class Tokenizer:
         return tokens | {"eos_token": self.stop, "pad_token": self._marked.id_to_token(self.pad_id)}
 
     def encode(self, text: str) -> list[int]:
-        """Returns the token ids of plain text that continues other text. Markup in it becomes no special tokens."""
+        """Returns the token ids of plain text that continues other text. Markup in it is encoded as plain text, too."""
         if self._anchor is None:
             return self._plain.encode(text, add_special_tokens=False).ids
         return self._plain.encode("\n" + text, add_special_tokens=False).ids[len(self._anchor) :]
@@ -367,7 +367,7 @@ class Tokenizer:
         return self.encode_marked([next_turn])
 
     def user_turn(self, text: str) -> list[int]:
-        """Returns the tokens of a user turn: from the stop token of an assistant turn up to the next assistant turn."""
+        """Returns the tokens between an assistant's stop token and the next assistant turn: those of a user turn."""
         if "user" in self._trims:
             text = text.strip()
         return self.encode_marked([self._user_start, text, self._generation_prompt])

@@ -1,7 +1,7 @@
 """The tokens of a conversation with tools: those of the text that the chat template renders.
 
 Every family writes calls and results in its own way, so the text is rendered whole, and what the assistant wrote is
-found in it: from where a prompt would end, up to the token that ends the turn. Knows no template.
+found in it: from where a prompt would end, up to the token that ends the turn. Knows no particular template.
 """
 
 import json
@@ -18,8 +18,8 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
     """Returns the tokens [T] of a conversation, and for each of them whether it is trained on [T], as `Tokenizer.chat`
     does without tools.
 
-    Raises R3LiteError if the template leaves out a tool, a call, a result or a text, or if one of these holds markup,
-    which could not be distinguished from the template's.
+    Raises R3LiteError if the template leaves out a tool, a call, a result or a text, or changes earlier turns; also if
+    one of these parts holds markup, which could not be distinguished from the template's.
     """
     template = tokenizer.template
     rendered = template.render(messages, tools=tools)
@@ -52,7 +52,8 @@ def tool_chat(tokenizer: Tokenizer, messages: Sequence[dict], tools: Sequence[di
             continue
         prompt = template.render(messages[:number], prompt=True, tools=tools)
         if not rendered.startswith(prompt):
-            prompt = prompt.rpartition(THINK)[0]  # without an empty thought, which a template may write last only
+            # Without an empty thought, which a template may write in the last turn only.
+            prompt = prompt.rpartition(THINK)[0]
         end = rendered.find(tokenizer.stop, len(prompt)) + len(tokenizer.stop)
         if not rendered.startswith(prompt) or not position < len(prompt) < end:
             raise R3LiteError(

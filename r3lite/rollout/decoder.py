@@ -123,7 +123,8 @@ class GraphDecoder(Decoder):
     def draft_limit(self, rows: int) -> int:
         """Returns the most tokens that may be drafted for each row in a pass over `rows` rows.
 
-        A graph has at most GRAPH_PLACES places in all its rows together; the last token of each row takes one.
+        A graph with drafts has at most GRAPH_PLACES places in all its rows together; the last token of each row takes
+        one.
         """
         if not self.uses_graphs:
             return super().draft_limit(rows)

@@ -14,7 +14,7 @@ Much of what a trained model writes is copied from the context: from the questio
    row's sampled tokens are appended until one differs from the draft, ends its turn, or has logits that are not finite.
    Only the uniform numbers of appended tokens are removed from the stream. So the appended tokens are those of sampling
    one by one, except for the rounding of wider passes.
-4. Roll-back. `Scheduler.split` removes the drafted tokens that were not accepted from the cache. If a hidden state of
+4. Roll-back. `Scheduler.split` removes from the cache the drafted tokens that were not accepted. If a hidden state of
    the pass is not finite, the whole pass is undone, and the rows are run without drafts. A NaN may come from a draft:
    attention gives later tokens a weight of 0, but 0 times NaN is NaN.
 
@@ -40,7 +40,7 @@ ROW_COST = 0.1
 TOKEN_COST = 0.06
 CARD_TOKEN_COST = 0.01  # TOKEN_COST on a card, where computing a token takes little beside reading the weights
 PASS_COST = 0.1
-MARGIN = 1.25  # the gain of drafts must be so many times their cost
+MARGIN = 1.25  # the gain of drafts must be at least this many times their cost
 # A prior: the share of drafted tokens that is expected to be accepted. The index is the length of the match. The prior
 # has the weight of EXPECTED_WEIGHT examined tokens.
 EXPECTED = (0.0, 0.0, 0.6, 0.7, 0.7, 0.7, 0.7, 0.7, 0.8)
@@ -60,7 +60,7 @@ class Occurrences:
         self.triples: dict[tuple[int, int, int], Occurrence] = {}
 
     def read(self, tokens: list[int], first: int) -> None:
-        """Adds the occurrences in an episode whose following token has the index `first` or a higher one.
+        """Adds those occurrences of an episode that are followed by the token at index `first` or by a later one.
 
         The earlier occurrences were added already.
         """
@@ -140,8 +140,8 @@ class Drafter:
     def propose(self, rows: list[Sequence], limits: list[int]) -> list[list[int]]:
         """Returns a draft for each row, empty if none pays. `rows` has the first sequence of each row.
 
-        `limits` are the most tokens that each row's draft may have. A drafted token pays if it is accepted with
-        at least the probability `least_probability`.
+        `limits` are the most tokens that each row's draft may have. A drafted token pays if the probability that it is
+        accepted exceeds `least_probability`.
         """
         speed = len(rows) / (1 + ROW_COST * len(rows))  # tokens per unit of time without drafts
         # A drafted token gains one token with the probability that it is accepted. It takes the time `token_cost`, in
@@ -170,7 +170,7 @@ class Drafter:
         return drafts
 
     def record(self, result: SamplingResult) -> None:
-        """Adds the examined and accepted tokens of the drafts that `propose` returned last to the counts."""
+        """Adds to the counts the examined and accepted tokens of the drafts that `propose` returned last."""
         counts_of_rows = zip(self.match_lengths, result.examined, result.accepted, strict=True)
         for length, examined, accepted in counts_of_rows:
             acceptance = self.acceptances[length]

@@ -1,9 +1,9 @@
 """Sequences that join and leave while others are sampled, with several adapters of one model.
 
 Each adapter has a lane: a KV cache with rows of its own, so that tokens of different adapters are never in one batch.
-An iteration samples one token of every row, in every lane that has work. So no adapter waits for another, and no
-weights are loaded. Within a lane, sequences are served in the order in which they join. This file knows no requests and
-no clock.
+An iteration samples one token of every row, or several with drafts, in every lane that has work. So no adapter waits
+for another, and switching between adapters loads no weights. Within a lane, sequences are served in the order in which
+they join. This file knows no requests and no clock.
 """
 
 import math
@@ -75,7 +75,7 @@ class LaneEngine(Engine):
 
 
 class Lanes:
-    """The lanes of some adapters, each with `rows` rows. All methods must be called on one thread, `close` the last."""
+    """The lanes of some adapters, each with `rows` rows. All methods must be called on one thread, and `close` last."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class Lanes:
 
     @torch.no_grad()
     def iterate(self) -> list[Visitor]:
-        """Samples one more token of each running row; returns the sequences that ended or left in this iteration.
+        """Samples one more token of each running row, or several with drafts; returns the sequences that ended or left.
 
         A sequence that waits for documents leaves only after they have come. A lane in which all sequences wait for
         documents is passed over, unless this holds for all lanes: then all wait for them.
@@ -131,7 +131,7 @@ class Lanes:
         return self.fetchers[name].is_waiting
 
     def _clear_out(self, scheduler: Scheduler) -> None:
-        """Cuts off the sequences of a lane that must leave, and frees their rows. Parked ones stay for now."""
+        """Cuts off those sequences of a lane that must leave, and frees their rows. Parked ones stay for now."""
         for sequence in [s for s in scheduler.waiting if s.must_leave]:
             scheduler.waiting.remove(sequence)
             sequence.finish = CUT_OFF

@@ -45,7 +45,7 @@ class WorkerVersion:
 
     adapter: str  # version of the adapter that it samples with
     dtype: str
-    facts: dict[str, str]
+    facts: dict[str, str]  # by name: what a trainer and its workers must have in common, such as the model
 
 
 class RolloutWorker:
@@ -138,8 +138,9 @@ class RolloutWorker:
 class RemoteEngine:
     """Samples the rounds of a run on servers, with the interface of `rollout.engine.Engine`.
 
-    Which episodes are one request depends on the numbers of episodes and of servers, not on which server is free: in
-    fp32 a run is repeated to the bit. The adapter of the current round is a part of a run's state.
+    Which episodes are sampled in one request depends only on the numbers of episodes and of servers, not on which
+    server is free. So in fp32 a run can be repeated to the bit. The adapter of the current round is a part of a run's
+    state.
     """
 
     def __init__(

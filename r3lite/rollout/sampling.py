@@ -14,7 +14,7 @@ from torch import Tensor
 
 from r3lite.settings.rollout import TRUNCATED_ROWS, is_greedy
 
-BLOCK = 128  # the inverse CDF sums blocks of so many tokens first; Qwen2's vocabularies are multiples of it
+BLOCK = 128  # the inverse CDF first sums blocks of this many tokens; Qwen2's vocabularies are multiples of it
 BELOW_ONE = math.nextafter(1.0, 0.0)  # the largest number below 1: in float64 x * BELOW_ONE < x for every normal x > 0
 
 

@@ -206,7 +206,7 @@ class VllmServer:
             "model": self.name,
             "prompt": sequence.tokens,
             "max_tokens": max(1, min(turn_tokens, episode_tokens)),
-            "seed": sequence.stream.source.getrandbits(62),  # a new seed for each request, drawn from the episode's
+            "seed": sequence.stream.source.getrandbits(62),  # a new seed for each request, drawn from the stream
             "temperature": self.config.sampling.temperature,
             "stop": list(layout.protocol.stop_strings),
             "stop_token_ids": [layout.tokenizer.stop_id],

@@ -191,7 +191,8 @@ def sequence_from_json(
     """Returns a finished sequence. The critic's values in it are 0, since a server runs no critic.
 
     Raises InvalidRecord unless its parts fit the limits and one another. Each step must end at a sampled token, and the
-    last step at the last token, since these tokens get the rewards. Only the last step may have an answer.
+    last step at the last token, since these tokens get the rewards. Only the last step may have an answer, and it must
+    have one if and only if `finish` is ANSWERED.
     """
     tokens = whole_numbers(record, "tokens", limits.vocabulary)
     if len(tokens) > limits.max_length:
