@@ -136,7 +136,7 @@ def from_glaive(row: Record, key: str) -> list[dict]:
         pieces = GLAIVE_INLINE_TURNS.split(chat)
     preamble, *turns = pieces  # `turns` has headings and texts alternately
     if preamble or not turns:
-        raise row.error(f"{key} does not start with USER:, ASSISTANT: or FUNCTION RESPONSE:")
+        raise row.error(f"{key} does not start with {', '.join(f'{heading}:' for heading in GLAIVE_ROLES)}")
     headings = turns[::2]
     texts = turns[1::2]
     messages = []

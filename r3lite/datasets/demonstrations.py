@@ -353,5 +353,6 @@ def _first_analysis(question: Question) -> str:
     in_question = [name for name in names if stands_in(name, question.text)]
     if not in_question:
         return "The question names nothing."
-    in_question.sort(key=lambda name: (question.text.find(name), name))
+    text = question.text.casefold()
+    in_question.sort(key=lambda name: (text.find(name.casefold()), name))
     return f"The question names {' and '.join(in_question)}."

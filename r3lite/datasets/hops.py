@@ -90,13 +90,16 @@ def from_evidences(question: Question, evidences: list[list[str]], supporting: d
     An evidence has three texts: subject, relation and object. Evidences that share subject and relation are one hop,
     whose answer is their objects joined by "and". A subject that is the whole answer of an earlier hop i becomes `#i`.
     The paragraph of a hop is the gold one titled like the subject, else the one that names the subject and one of the
-    objects. Returns () if a hop has no paragraph. `supporting` maps the title of a gold paragraph to its supporting
-    sentences.
+    objects. `supporting` maps the title of a gold paragraph to its supporting sentences.
+
+    Returns () if a hop has no paragraph, or if a subject that the question does not name is only one of several answers
+    of an earlier hop: its name would give away a gold paragraph.
     """
     merged: dict[tuple[str, str], list[str]] = {}
     for subject, relation, object_text in evidences:
         merged.setdefault((subject, relation), []).append(object_text)
     hops: list[Hop] = []
+    earlier_values: list[str] = []  # of all hops before
     for (subject, relation), values in merged.items():
         document = _paragraph_of(question, subject, values)
         if document is None:
@@ -106,6 +109,11 @@ def from_evidences(question: Question, evidences: list[list[str]], supporting: d
             if hop.answer.casefold() == subject.casefold():
                 name = f"#{number}"
                 break
+        else:
+            is_hidden = not _mentions(question.text, subject)
+            if is_hidden and subject.casefold() in earlier_values:
+                return ()
+        earlier_values += [value.casefold() for value in values]
         sentences = _telling(supporting[document.title], *values)
         hops.append(
             Hop(

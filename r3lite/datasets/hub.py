@@ -7,7 +7,6 @@ downloaded file is refused if it does not have the checksum that the hub states 
 import contextlib
 import hashlib
 import re
-from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -15,6 +14,9 @@ from r3lite.core.errors import R3LiteError
 from r3lite.core.files import similar_path
 from r3lite.settings.data import DATA_REMEDY
 
+# The regular expressions of the wildcards in patterns of files; a set of characters such as [0-9] is one by itself.
+WILDCARDS = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+WILDCARD = re.compile(r"(\*\*/|\*\*|\*|\?|\[[^\]]+\])")
 KINDS = (".jsonl", ".json", ".parquet")  # in order of preference: parquet needs an extra
 TIMEOUT = 10.0  # seconds for the hub's answer to a listing
 # The branch to which the hub converts data sets that have only a loading script.
@@ -178,12 +180,23 @@ def _as_list(value: Any) -> list:
 
 
 def _matching(files: list[str], patterns: list) -> list[str]:
-    """Returns the files that match a pattern, in the order of the patterns; a pattern that is no text is left out."""
-    matching = []
+    """Returns the files that match a pattern, each once, in the order of the patterns.
+
+    As on the hub, `*` and `?` stay within a folder, and `**` crosses folders. A pattern that is no text is left out.
+    """
+    matching: dict[str, None] = {}  # an ordered set
     for pattern in patterns:
         if isinstance(pattern, str):
-            matching += [file for file in files if fnmatchcase(file, pattern)]
-    return matching
+            expression = re.compile("".join(map(_expression_of, WILDCARD.split(pattern))))
+            matching |= dict.fromkeys(file for file in files if expression.fullmatch(file))
+    return list(matching)
+
+
+def _expression_of(part: str) -> str:
+    """Returns the regular expression of a part of a pattern: of a wildcard, or of plain text."""
+    if WILDCARD.fullmatch(part) and part.startswith("["):
+        return part.replace("[!", "[^")
+    return WILDCARDS.get(part, re.escape(part))
 
 
 def pick(files: list[str], name: str, subset: str, split: str) -> list[str]:

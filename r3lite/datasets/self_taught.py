@@ -178,7 +178,7 @@ def select(episodes: Iterable[Episode], protocol: Protocol, settings: CollectSet
         if reason:
             reasons[reason] += 1
         elif key in selected:
-            reasons["same queries as a shorter one"] += 1
+            reasons["same queries, or analyses, as a shorter one"] += 1
         elif len(selected) == settings.keep:
             reasons[f"more than --keep {settings.keep}"] += 1
         else:

@@ -309,7 +309,7 @@ def test_traces_of_s1_and_openr1():
         (ALPACA | {"output": " "}, "output is blank"),
         (ALPACA | {"input": 3}, "input is 3, not text"),
         (PROMPT | {"prompt": [{"role": "user", "content": "x"}]}, "prompt is .* not text"),
-        (GLAIVE | {"chat": "Hello"}, "chat does not start with USER:"),
+        (GLAIVE | {"chat": "Hello"}, "chat does not start with SYSTEM:, USER:"),
         (GLAIVE | {"chat": "USER: Hello"}, "no assistant message"),
         (R1 | {"reasoning": ""}, "reasoning is blank"),
         ({"question": "a", "answer": "b"}, "neither 'steps' .* instruction, output.*r3lite.collect"),

@@ -69,6 +69,23 @@ def test_files_that_a_card_names(subset, split, named):
     assert hub.on_card(CARD, FILES, subset, split) == named
 
 
+@pytest.mark.parametrize(
+    ("patterns", "named"),
+    [
+        (["data/*.json"], ["data/1.json"]),  # a folder within the folder was read, too
+        (["data/**/*.json"], ["data/1.json", "data/old/1.json"]),
+        (["**/1.json"], ["1.json", "data/1.json", "data/old/1.json"]),
+        (["data/**"], ["data/1.json", "data/old/1.json"]),
+        (["1.json", "?.json", "*.json"], ["1.json", "2.json"]),  # rows of a file with two patterns were read twice
+        (["[!2].json"], ["1.json"]),
+        (["1+json"], []),
+    ],
+)
+def test_a_wildcard_stays_within_a_folder_and_a_file_is_named_once(patterns, named):
+    files = ["1.json", "2.json", "data/1.json", "data/old/1.json"]
+    assert hub.on_card({"configs": [{"data_files": patterns}]}, files, "", "train") == named
+
+
 def test_a_card_with_one_subset_is_meant_when_none_is_named():
     assert hub.on_card({"configs": CARD["configs"][:1]}, FILES, "", "dev") == ["dev-0.json"]
     assert hub.on_card({"configs": CARD["configs"][:2]}, FILES, "", "dev") == []

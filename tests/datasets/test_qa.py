@@ -101,6 +101,18 @@ def test_2wiki_hops_come_from_its_evidences(tmp_path):
         assert question.documents[0].text == "Brenn is a film. It was directed by Ann Dahl."
 
 
+@pytest.mark.parametrize(
+    ("question", "named"), [("Who made Brenn?", False), ("Who made Brenn, and was Ann Dahl?", True)]
+)
+def test_one_of_several_answers_of_a_2wiki_hop_is_not_given_away(tmp_path, question, named):
+    """The second hop asked for Ann Dahl by her name, which only the first one finds."""
+    evidences = [["Brenn", "director", "Ann Dahl"], ["Brenn", "director", "Bo Eik"], *TWO_WIKI["evidences"][1:]]
+    row = TWO_WIKI | {"question": question, "evidences": evidences}
+    (read,) = read_questions(write(tmp_path / "a.json", [row], array=True))
+    assert ("Ann Dahl" in read.hops[1].question) == named
+    assert ("#1" in read.hops[1].question) == (not named)
+
+
 def test_musique_hops_and_gold_paragraphs(tmp_path):
     question = read_questions(write(tmp_path / "a.jsonl", [MUSIQUE]))[0]
     assert texts(question) == [

@@ -82,5 +82,5 @@ def test_the_shortest_are_kept_and_of_the_same_queries_one():
     wrong = episode("Rome", tokens=1)
     kept, reasons = choose(long, same, third, other, again, wrong)
     assert kept == [again, other]
-    assert reasons == {"same queries as a shorter one": 2, "more than --keep 2": 1, "wrong answer": 1}
+    assert reasons == {"same queries, or analyses, as a shorter one": 2, "more than --keep 2": 1, "wrong answer": 1}
     assert choose(long, other, keep=1)[0] == [other]
