@@ -138,10 +138,8 @@ def answer_start(end: Sequence, layout: Layout) -> int | None:
     Returns None if the last turn has no heading, or if the token that ends the heading also begins the answer.
     """
     protocol = layout.protocol
-    opened = replace(end, step_ends=[])  # its tokens grow by one at a time
     for start in range(end.turn_start + 1, len(end.tokens) + 1):
-        opened.tokens = end.tokens[:start]
-        text = layout.turn_text.read(opened)
+        text = layout.turn_text.read(replace(end, tokens=end.tokens[:start]))
         if protocol.begins_answer(text):
             # Lenient formats take the heading in any letter case.
             if text.lower().endswith(protocol.answer_heading.lower()):
