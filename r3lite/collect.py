@@ -102,7 +102,7 @@ def nothing_collected(config: CollectConfig, tally: Tally, output: Path) -> R3Li
 
 
 def remedy_of(config: CollectConfig, tally: Tally, output: Path) -> str:
-    """Returns the remedy for a run that kept no trajectory: advice, and for most sources commands to run next."""
+    """Returns the remedy for a run that kept no trajectory: advice and, for the sources gold and self, commands."""
     from r3lite.training.earlier_run import result_of_run
 
     shared = flags_by_user(config, ("preset", "model", "format", "retriever", "corpus", "index", "encoder", "top_k"))
@@ -129,8 +129,8 @@ def remedy_of(config: CollectConfig, tally: Tally, output: Path) -> str:
 def first_demonstrations(config: CollectConfig, shared: list[str]) -> list[list[str]]:
     """Returns two commands, as words: one makes demonstrations without an API key, the other trains on them.
 
-    The demonstrations come from the user's passages if there are any. Otherwise they come from the user's questions
-    after --source self, and from a public data set after --source gold, which has failed with the user's questions.
+    The demonstrations come from the user's passages if there are any. Otherwise they come from the user's questions if
+    --source was self, and from a public data set if it was gold, which has just failed with the user's questions.
     """
     output = ["--output", "demonstrations.jsonl"]
     if config.retrieval.index or config.retrieval.corpus:

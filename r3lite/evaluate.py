@@ -54,7 +54,10 @@ def check_baseline(config: EvaluateConfig) -> None:
 
 
 def plan(config: EvaluateConfig) -> str:
-    """Checks what the command checks, and returns the memory of model and judge, for `--dry-run`."""
+    """Checks what the command checks, and returns the memory of model and judge, for `--dry-run`.
+
+    With --compare, checks nothing and returns "".
+    """
     from r3lite.assembly.answering import QUESTIONS_OF_DRY_RUN, plan_memory
     from r3lite.assembly.evaluating import read_setup
     from r3lite.evaluation.folder import check_output

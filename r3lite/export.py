@@ -60,7 +60,7 @@ def export(config: ExportConfig) -> None:
 
 
 def check_output(config: ExportConfig) -> None:
-    """Raises an error if --output is missing or occupied. With --push, an export may be there, which is uploaded."""
+    """Raises an error if --output is missing or occupied. With --push it may hold an export, which is then uploaded."""
     if config.common.output is None:
         raise UsageError("--output is missing: pass a new folder", code="output-missing")
     output = Path(config.common.output)

@@ -112,7 +112,7 @@ def differences(runs: Sequence[Run], seed: int) -> dict[str, tuple[str, dict]]:
     from r3lite.evaluation.folder import paired_marks, predictions_of
 
     comparisons: dict[str, tuple[str, dict]] = {}
-    # The first evaluation of each set of questions, (id, text) each, and its predictions.
+    # By the questions of an evaluation, as pairs (id, text): the first evaluation of them, and its predictions.
     firsts: dict[frozenset[tuple[str, str]], tuple[Run, dict]] = {}
     for run in runs:
         predictions = predictions_of(run.predictions)

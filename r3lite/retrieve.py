@@ -86,7 +86,7 @@ def answer_queries(config: RetrieveConfig) -> None:
 
 
 def read_setup(config: RetrieveConfig, top_k: int) -> "Setup":
-    """Returns what a retriever is built from; it will return `top_k` passages per query."""
+    """Returns what a retriever is built from. The retriever will return `top_k` passages per query."""
     from r3lite.datasets.qa import read_questions
     from r3lite.retrieval.setup import Setup
 

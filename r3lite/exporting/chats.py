@@ -27,7 +27,7 @@ GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
-ANOTHER_DAY = date(2031, 12, 4)  # any day other than that of the training, on which a program uses the export
+ANOTHER_DAY = date(2031, 12, 4)  # when a program uses the export: any day other than that of the training
 REMEDY = "Nothing was written. Pass another --form, or a base with its original tokenizer files."
 
 
@@ -146,7 +146,7 @@ def check_gguf(
 def check(where: str, definition: str, text: str, ids: list[int], adds_first: bool = False) -> None:
     """Raises R3LiteError unless an export's tokenizer turns the prompt `text` into `ids`, the tokens of the training.
 
-    `definition` is the text of tokenizer.json. With `adds_first`, the program puts the token before the prompt that the
+    `definition` is the text of tokenizer.json. With `adds_first`, the program begins the prompt with the token that the
     tokenizer puts before each text.
     """
     backend = Backend.from_str(definition)

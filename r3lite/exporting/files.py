@@ -21,7 +21,7 @@ def is_trained_export(path: Path) -> bool:
 
 
 def is_export(folder: Path) -> bool:
-    """Returns whether a folder is such as an export writes: with a card and weights."""
+    """Returns whether a folder looks like an export: it has a card and weights."""
     if not (folder / CARD).is_file():
         return False
     return any((folder / name).is_file() for name in WEIGHTS)

@@ -256,7 +256,7 @@ def _add_tensors(writer, model: CausalLM, tensors: dict[str, Tensor], weights: s
 
 
 def _add_tokenizer(writer, folder: Path, tokenizer: Tokenizer, rows: int) -> None:
-    """Adds the BPE of `tokenizer.json`. Ids without a token below `rows`, the rows of the embedding, become padding."""
+    """Adds the BPE of `tokenizer.json`. Ids below `rows` (the embedding's rows) that have no token become padding."""
     record = read_record(folder / "tokenizer.json", REMEDY)
     model = record.record("model")
     split = split_of(record)

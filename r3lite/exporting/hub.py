@@ -40,7 +40,7 @@ def summary(folder: Path, repository: str, kind: str) -> str:
 def push(folder: Path, repository: str, kind: str) -> str:
     """Uploads a folder and returns the address of the repository or of the pull request.
 
-    A private repository is made if there is none of that name; a public repository is refused.
+    Without a pull request, a private repository is made if there is none of that name, and a public one is refused.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HTTPError  # the error of the HTTP library that huggingface_hub uses

@@ -22,10 +22,10 @@ from r3lite.models.streaming import LayerStream
 def enable(model: CausalLM, grant: Grant) -> None:
     """Has the model's layers run as the figures of `grant.memory` say, which may change between passes.
 
-    Of each of the first `recompute_layers` layers a pass with gradients keeps only the input. The layers after them
-    keep their activations: the backward pass frees these before it runs any layer again. The inside of an MLP that
-    keeps nothing exists for `mlp_tile` tokens at a time, in passes without gradients too. With `offload`, the kept
-    inputs wait in the host's memory.
+    A pass with gradients keeps only the input of each of the first `recompute_layers` layers. The layers after them
+    keep their activations: the backward pass frees these before it runs any layer again. An MLP whose activations are
+    not kept is computed `mlp_tile` tokens at a time, in passes without gradients too. With `offload`, the kept inputs
+    wait in the host's memory.
     """
     # The switch rather than the model: a model that refers to itself is freed late.
     runner = _LayerRunner(
@@ -68,7 +68,7 @@ class _LayerRunner:
             self.stream.in_forward(layer.layer_idx)
         if torch.is_grad_enabled() and layer.layer_idx < memory.recompute_layers:
             if not x.requires_grad:
-                # With a frozen base the first layer's input requires no gradient, and autograd would leave it out.
+                # With a frozen base the first layer's input requires no gradient, and autograd would skip the layer.
                 x.requires_grad_()
             run = _LayerRun(
                 layer=layer,
@@ -85,7 +85,7 @@ class _LayerRunner:
     def _offload(self, memory: Memory) -> Offload | None:
         if not memory.offload:
             return None
-        # New with new figures: if memory ran out in a pass, the stack still holds the inputs of that pass.
+        # New figures get a new stack: if memory ran out in a pass, the old one still holds the inputs of that pass.
         if self.host is None or self.offloads_for is not memory:
             self.host = Offload(self.device)
             self.offloads_for = memory
@@ -105,7 +105,7 @@ class _LayerRun:
 
 
 class _Recomputed(torch.autograd.Function):
-    """One layer that keeps only its input. `backward` runs the layer again and adds to its adapter's gradients."""
+    """One layer that keeps only its input. `backward` runs it again and adds to its trainable parameters' gradients."""
 
     @staticmethod
     def forward(
@@ -159,9 +159,10 @@ def _second_half_backward(
     grad: Tensor,
     tile: int,
 ) -> Tensor:
-    """Returns the gradient [B, T, C] with respect to x [B, T, C] of a layer's second half, run a tile at a time.
+    """Runs a layer's second half for x [B, T, C], forward and backward, `tile` tokens at a time.
 
-    A tile is `tile` tokens.
+    Returns the gradient [B, T, C] with respect to x; `grad` [B, T, C] is the gradient with respect to the output. Adds
+    to the gradients of the trainable parameters.
     """
     grad_x = torch.empty_like(grad)
     x_tiles = x.flatten(0, 1).split(tile)  # of [B T, C]

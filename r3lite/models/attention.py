@@ -144,8 +144,9 @@ def masked_keys(
 ) -> Tensor:
     """Returns [..., T, S]: True where a query may not attend to a key.
 
-    `queries` [..., T] and `keys` [S] are positions. A token attends to itself and to all tokens before it, in a layer
-    with a window only to the last `window` tokens, itself included (arXiv 2310.06825, section 2; as in transformers).
+    `queries` [..., T] and `keys` [S] are positions. A token attends to itself and to all tokens before it. In a layer
+    with a window it attends only to the last `window` tokens, itself included (arXiv 2310.06825, section 2; as in
+    transformers).
     """
     queries = queries[..., None]
     masked = keys > queries
@@ -155,7 +156,7 @@ def masked_keys(
 
 
 def aligned(columns: int) -> int:
-    """Returns the next multiple of ALIGNMENT that is not below `columns`, the columns of a mask."""
+    """Returns the smallest multiple of ALIGNMENT that is at least `columns`, the number of columns of a mask."""
     return math.ceil(columns / ALIGNMENT) * ALIGNMENT
 
 
@@ -174,8 +175,8 @@ class StretchMasks:
     def of(self, window: int | None, q: Tensor) -> list[Tensor | None]:
         """Returns the mask [T, start + T] of each stretch, on the device and in the dtype of the queries q.
 
-        A mask is added to the scores. Its rows are aligned, see ALIGNMENT. It is None if the attention is just causal,
-        which `grouped_attention` is without a mask: no token comes before the stretch, and the window covers it.
+        A mask is added to the scores. Its rows are aligned, see ALIGNMENT. It is None if no token comes before the
+        stretch and the window covers the stretch: `grouped_attention` without a mask is causal, which is then enough.
         """
         if window is not None and window >= self.longest:
             window = None

@@ -1,7 +1,7 @@
 """What a layer carries from token to token in the rows of a KV cache: the keys and values of all tokens, or a state.
 
-`KVCache` has one `Carried` for each layer. An attention carries `KeysValues`. A short convolution reads only the few
-tokens before each, so it carries a `Ring`: the last values of a row, which are overwritten in turn.
+`KVCache` has one `Carried` for each layer. An attention carries `KeysValues`. A short convolution reads only a token
+and the few before it, so it carries a `Ring`: the last values of a row, which are overwritten in turn.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from r3lite.models.functions import causal_convolution
 from r3lite.settings.rollout import MOST_DRAFTED
 
 # Which prefixes of a row can be copied from a `Ring`: every prefix to which at most SPARE tokens have been added, and
-# those whose length is a multiple of SAVED_EVERY.
+# those of prefilled tokens whose length is a multiple of SAVED_EVERY.
 SPARE = 8
 SAVED_EVERY = 64
 
 
 def ring_slots(taps: int) -> int:
-    """Returns the slots of a row in the `Ring` of a convolution that sees `taps` tokens, two special ones included."""
+    """Returns how many slots, two special ones included, a row has in the `Ring` of a convolution of `taps` tokens."""
     return taps - 1 + MOST_DRAFTED + SPARE + 2
 
 
@@ -28,12 +28,12 @@ class RowPart(NamedTuple):
     """The part of a prefill that belongs to one row of the cache."""
 
     row: int
-    share: slice  # which of the prefill's N tokens they are
-    length: int  # tokens of the row, these included
+    share: slice  # which of the prefill's N tokens belong to the row
+    length: int  # tokens of the row after the prefill
 
     @property
     def start(self) -> int:
-        """How many tokens the row has before these."""
+        """How many tokens the row has before the prefill."""
         return self.length - (self.share.stop - self.share.start)
 
 
@@ -71,7 +71,7 @@ class Carried(Protocol):
         """
 
     def wipe(self, row: int, length: int) -> None:
-        """Sets to zero what is stored behind a row's `length` tokens, where a NaN could reach a later result."""
+        """Sets to zero what is stored behind a row's `length` tokens, if a NaN there could reach a later result."""
 
     def clear(self, row: int) -> None:
         """Makes a row as it was when nothing had been written to it."""
@@ -141,9 +141,9 @@ class PrefillSlots(NamedTuple):
     shares: list[slice]  # for each part, which of the N tokens it has
     rows: Tensor  # [parts], the row of each part
     before: Tensor  # [parts, taps - 1], the slots of the tokens before each part
-    # What is written to `Ring.values`: [3, n], the numbers of tokens among the N, and their rows and slots.
+    # What is written to `Ring.values`: [3, n], the indices of tokens among the N, and their rows and slots.
     written: Tensor
-    # What is written to `Ring.saved`: [4, m], the numbers of tokens among the N, and the row, prefix and place of each.
+    # What is written to `Ring.saved`: [4, m], the indices of tokens among the N, and the row, prefix and place of each.
     saved: Tensor
 
 
@@ -207,7 +207,7 @@ class Ring:
                     slot = position % self.size
                 slots_before.append(slot)
             before.append(slots_before)
-            offset = part.share.start - part.start  # position + offset is a token's number among the N
+            offset = part.share.start - part.start  # position + offset is a token's index among the N
             first_written = max(part.start, part.length - self.size)  # later tokens overwrite those before
             for position in range(first_written, part.length):
                 written.append((position + offset, part.row, position % self.size))
@@ -229,7 +229,7 @@ class Ring:
     def _saved_tokens(self, parts: Sequence[RowPart]) -> list[tuple[int, int, int, int]]:
         """Returns the tokens of a prefill that go into `saved`: the last taps - 1 of each prefix.
 
-        For each: its number among the N tokens, its row, its prefix, and its place in the prefix's saved values.
+        For each: its index among the N tokens, its row, its prefix, and its place in the prefix's saved values.
         """
         tokens = []
         skipped = SAVED_EVERY - (self.taps - 1)  # tokens in a run of SAVED_EVERY before the first that is saved

@@ -1,6 +1,7 @@
-"""Compiles the one function that gains by it: one kernel makes NF4 weights dense, not several that move more bytes.
+"""Compiles the one function that gains by it, the one that makes NF4 weights dense.
 
-The function is compiled once for any number of rows, not for each number.
+One kernel then does the work of several that move more bytes. The function is compiled once for any number of rows,
+not for each number.
 """
 
 from collections.abc import Callable, Sequence

@@ -24,7 +24,7 @@ class RowTokens(NamedTuple):
 
 
 class DeltaPass:
-    """The plan of one pass, for all layers with the delta rule: what is run of each row, and which states are stored.
+    """The plan of one pass, for all layers with the delta rule: which tokens it runs, and which states it stores.
 
     In each row the waiting tokens, which are those in its window, are run first, from the row's state; then the new
     tokens of the pass. The waiting tokens are one stretch of a ChunkPlan, the new tokens another. The state after the
@@ -154,7 +154,7 @@ class DeltaRows(Ring):
             stored[plan.draft_slots] = tensor.to(stored.dtype)
 
     def _saved_tokens(self, parts: Sequence[RowPart]) -> list[tuple[int, int, int, int]]:
-        """Returns no tokens: a `Ring` saves values in order to copy a prefix, which is impossible without its state."""
+        """Returns no tokens: a `Ring` saves values so that a prefix can be copied, but here only whole rows can be."""
         return []
 
     def reserve(self, capacity: int) -> None:

@@ -1,8 +1,8 @@
 """Gradients of all of a model's weights, handed out layer by layer in the backward pass and dropped at once.
 
-The gradients of embedding and head are computed by hand, because autograd would make several tensors [V, C]. There is
-one in fp32: the loss adds the head's gradient to it, and at the end the gradients of the embedding rows that the pass
-has read are added. If the two are not tied, it is set to zeros in between.
+The gradients of embedding and head are computed by hand, because autograd would make several tensors [V, C]. Here one
+in fp32 serves both: the loss adds the head's gradient to it, and at the end the gradients of the embedding rows that
+the pass has read are added. If embedding and head are not tied, it is applied to the head and set to zeros in between.
 """
 
 import contextlib
@@ -15,7 +15,9 @@ from r3lite.models.causal_lm import CausalLM
 
 
 class FullTuning:
-    """Trains a model's weights: `apply(parameter, gradient)` is called for each once in a pass, the last layer first.
+    """Trains a model's weights: in each pass, `apply(parameter, gradient)` is called once for each weight.
+
+    The layers come first, from the last to the first, then the final norm, the head and the embedding.
 
     A pass is a forward pass, one loss, which is given `head_gradient()`, the backward pass, and `apply_last()`.
     """
@@ -50,7 +52,7 @@ class FullTuning:
         if self.head is not self.embedding:
             self.apply(self.head, grad)
             grad = grad.zero_()
-        # A token's rows are added up in a fixed order, unlike by index_add.
+        # Adds up the gradients of a token's rows in a fixed order, which index_add does not.
         tokens, places = ids.flatten().unique(return_inverse=True)
         token_grads = torch.ops.aten.embedding_dense_backward(
             rows.grad.flatten(0, 1).float(),

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# The norm is an operator of its own, with an implementation for CUDA, which has one kernel for the forward pass and one
-# for the backward pass, and one for other devices: a dozen operations, for which autograd would keep too much. PyTorch
-# calls the implementation for the tensor's device.
+# The norm is an operator of its own with two implementations: PyTorch calls the one for the tensor's device. On CUDA it
+# uses a fused kernel for the forward pass and one for the backward pass. On other devices it is a dozen operations, for
+# which autograd would keep too much.
 OPERATORS = torch.library.Library("r3lite", "DEF")
 OPERATORS.define("rms_norm(Tensor x, Tensor weight, float eps, float offset=0.) -> (Tensor, Tensor)")
 OPERATORS.define(
@@ -56,7 +56,7 @@ def rotate_(
     cos: Tensor,
     sin: Tensor,
 ) -> Tensor:
-    """Rotates in place the first `heads` heads of x [B, T, more heads, D] by their positions (arXiv 2104.09864).
+    """Rotates in place the first `heads` heads of x [B, T, all heads, D] by their positions (arXiv 2104.09864).
 
     `cos` and `sin` [B, T, 1, D] are those of `rotary.rotary_angles`. If they have fewer numbers than a head, only as
     many numbers at the head's beginning are rotated. Returns x.

@@ -27,7 +27,7 @@ EPS = 1e-6  # added to the squared length of queries and keys
 
 @dataclass(frozen=True)
 class DeltaHeads:
-    """The heads of a layer; all key heads, each with its query head, serve equally many value heads."""
+    """The heads of a layer. Each key head, with its query head, serves the same number of value heads."""
 
     key_heads: int  # the number of key heads, and of query heads
     value_heads: int  # H, the number of value heads, a multiple of `key_heads`
@@ -104,7 +104,7 @@ class ChunkPlan:
         chunk = min(CHUNK, max(sizes))
         self.roots = 0  # number of roots
         self.levels: list[_Level] = []
-        last_chunks: list[tuple[int, int]] = []  # for each stretch, the level of its last chunk and the number in it
+        last_chunks: list[tuple[int, int]] = []  # for each stretch, the level of its last chunk and its number there
         first = 0
         for stretch, (size, parent) in enumerate(zip(sizes, parents, strict=True)):
             if parent is None:
@@ -230,8 +230,8 @@ class _Chunks(torch.autograd.Function):
         grad_next: Tensor | None = None  # of the states that the chunks of `next_level` start from
         next_level: _Level | None = None
         for level, states in zip(reversed(ctx.plan.levels), reversed(starts), strict=True):
-            # First the gradients of the states after the level's chunks. Part by part, those of the states that the
-            # chunks start from take their place.
+            # At first these are the gradients of the states after the level's chunks. Part by part they are replaced by
+            # the gradients of the states that the chunks start from.
             grad_states = torch.zeros_like(states)
             if next_level is not None:
                 _add_to_previous(grad_states, grad_next, next_level)
@@ -260,7 +260,10 @@ class _Chunks(torch.autograd.Function):
 
 
 def _start_states(states: Tensor, level: _Level) -> Tensor:
-    """Returns the state that each chunk of a level starts from, of the states after the level before, or the roots'."""
+    """Returns the state that each chunk of a level starts from.
+
+    `states` are those after the level before or, for level 0, those of the roots.
+    """
     if level.previous == list(range(len(states))):
         return states
     return torch.stack([states[previous] for previous in level.previous])
@@ -313,7 +316,7 @@ def _run_chunks(
     states: Tensor,
     heads: DeltaHeads,
 ) -> tuple[Tensor, Tensor]:
-    """Runs n chunks, none of which follows another: inputs of [n, C] tokens, and the states S [n, H, D_k, D_v] before.
+    """Runs n chunks, none of which follows another: inputs of [n, C] tokens, from the states S [n, H, D_k, D_v].
 
     Returns the outputs [n, C, H D_v] in fp32, and the states after the chunks. Let g_i be the decay from the chunk's
     start to token i (its own included). The changes u_i that tokens make to the state solve one triangular system,

@@ -91,8 +91,8 @@ def gguf_name(name: str, architecture: str) -> str:
 def row_order(rows: int, heads: int) -> np.ndarray:
     """Returns, for each published row of a Llama's query or key weights, its row in GGUF [rows].
 
-    For these architectures llama.cpp rotates neighbouring numbers of a head together; published Llamas rotate a number
-    of its first half with one of its second half.
+    In the architectures of LIKE_LLAMA, llama.cpp rotates neighbouring numbers of a head together; published Llamas
+    rotate a number of the head's first half with one of its second half.
     """
     pairs = np.arange(rows).reshape(heads, -1, 2)
     return pairs.swapaxes(1, 2).reshape(-1)
@@ -123,7 +123,7 @@ def shift_of(name: str, architecture: str) -> float:
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """A tensor of a file, of which some rows are read, as fp32."""
+    """A tensor of a file. Its rows, all or some, are read as fp32."""
 
     path: str  # of the file
     name: str  # in the file
@@ -138,7 +138,7 @@ class GgufTensor:
         return list(self.shape)
 
     def __getitem__(self, order: np.ndarray | slice) -> Tensor:
-        """Reads rows by number, in the order of the numbers; a vector is read whole, as one row."""
+        """Returns rows of a matrix, or numbers of a vector, by their indices, in the order of the indices."""
         import gguf
 
         kind = gguf.GGMLQuantizationType(self.kind)
@@ -209,7 +209,7 @@ class Header:
         except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             raise R3LiteError(f"{path} is damaged or truncated ({error})", REMEDY, code="gguf-damaged") from error
         self.fields = Record(self.keys, Source(str(path), REMEDY))  # reads a key as a value of a given type
-        end = reader.data_offset  # where the tensors before end
+        end = reader.data_offset  # where the next tensor must begin
         for name, tensor in self.tensors.items():
             if not tensor.shape or not math.prod(tensor.shape):
                 raise R3LiteError(f"{path} is damaged or truncated ({name} is empty)", REMEDY, code="gguf-damaged")
@@ -239,7 +239,10 @@ class Header:
         return self.keys.get(f"{self.keys.get('general.architecture')}.{name}", default)
 
     def published(self) -> dict[str, dict[str, Any]]:
-        """Returns the fields of each GgufTensor by its published name; without the head of a tied model."""
+        """Returns the fields of each GgufTensor by its published name.
+
+        Of a tied model, the larger of embedding and head stands under the embedding's name, and there is no head.
+        """
         architecture = self.keys.get("general.architecture")
         heads = self.size_of("attention.head_count", 1)
         kv_heads = self.size_of("attention.head_count_kv", heads)

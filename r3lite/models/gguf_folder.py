@@ -106,7 +106,7 @@ def _check(
     with naming_gguf(folder):
         config = read_config(folder)
     last = f"model.layers.{config.num_hidden_layers - 1}.input_layernorm.weight"
-    if last not in shapes:  # a thousand layers take a while to lay out
+    if last not in shapes:  # checked first: a thousand layers take a while to lay out
         raise R3LiteError(f"{path}: missing tensor {last}", REMEDY, code="gguf-tensor-missing")
     with torch.device("meta"):
         expected = {name: tuple(tensor.shape) for name, tensor in CausalLM(config).state_dict().items()}

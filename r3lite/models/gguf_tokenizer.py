@@ -40,18 +40,23 @@ PARTS = {
 ALIASES = {"deepseek-r1-qwen": "qwen2", "llama3": "llama-bpe", "llama-v3": "llama-bpe"}
 NORMALIZED = ("qwen2", "qwen35")  # texts are brought into Unicode's form NFC; a file does not say so
 IGNORES_MERGES = "llama-bpe"  # a piece that is a token is not merged from its bytes
-# SentencePiece's BPE as in Gemma, without a space before a text: llama.cpp's names, and its parts in `tokenizer.json`.
+# SentencePiece's BPE as in Gemma, without a space before a text: llama.cpp's names for it, and what `tokenizer.json`
+# has of it.
 SENTENCEPIECE = "llama"
 SENTENCEPIECE_SPLIT = "default"
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 SPACES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 NO_SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # tokens of letters outside the vocabulary
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]  # tokens for the bytes of characters outside the vocabulary
 FOLDER = "Use the model's folder with safetensors files and tokenizer.json."
 
 
 def split_of(definition: Record) -> str | None:
-    """Returns llama.cpp's name of how a `tokenizer.json` splits texts; None if it has none of SPLITS."""
+    """Returns llama.cpp's name for the way in which a `tokenizer.json` splits texts.
+
+    Returns None if this way is none of SPLITS, or if `ignore_merges` is set for another way than IGNORES_MERGES or not
+    set for IGNORES_MERGES.
+    """
     pre_tokenizer = definition.record("pre_tokenizer")
     parts = [pre_tokenizer]
     if pre_tokenizer.values.get("type") == "Sequence":
@@ -253,7 +258,7 @@ def _sentencepiece(
     merges: list[tuple[str, ...]],
     unknown: str | None,
 ) -> Backend:
-    """Returns the tokenizer of `is_sentencepiece`, without its added tokens."""
+    """Returns a tokenizer of the kind that `is_sentencepiece` recognizes, without added tokens."""
     bpe = models.BPE(
         vocab=vocabulary,
         merges=merges,

@@ -49,7 +49,7 @@ def download(model: str) -> Path:
 
 
 def weight_files(folder: Path) -> list[str]:
-    """Returns the files of weights that a model's small files name, and those of its modules; patterns among them."""
+    """Returns names and patterns of the weight files that a model's small files name, and of its modules' files."""
     files = [SINGLE]
     if (folder / INDEX).is_file():
         files = indexed_files(folder)

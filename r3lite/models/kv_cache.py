@@ -22,7 +22,7 @@ from r3lite.models.gated_delta import DeltaHeads, DeltaInputs
 
 BLOCK = 128  # slots are added in blocks, so that growing is rare and wastes little
 # On a CPU, one attention operation for each row is faster than one for all rows if the rows have more empty slots than
-# this in the mean. Measured with the heads of 0.5B, SmolLM2-135M and the tiny model, 8 to 64 rows of 64 to 1,024 slots:
+# this on average. Measured with the heads of 0.5B, SmolLM2-135M and the tiny model, 8 to 64 rows of 64 to 1,024 slots:
 # the call of an operation takes as long as 80 to 300 slots in the operation for all rows.
 ROW_COST = 192
 
@@ -95,7 +95,7 @@ class Prefill(CachePass):
         super().__init__(cache)
         tokens: list[int] = []
         positions: list[int] = []
-        stretches: list[tuple[int, int]] = []  # of each addition: the row's cached tokens, and the new ones
+        stretches: list[tuple[int, int]] = []  # of each addition: how many tokens are cached, and how many new
         for row, new_tokens in additions:
             cached_length = cache.lengths[row]
             tokens.extend(new_tokens)
@@ -169,20 +169,21 @@ class Decode(CachePass):
         self.rows = cache.counting[: len(positions), None]  # [B, 1]
         self.used = used
         self.padding = padding
-        self.masks: dict[tuple[int, int | None], Tensor] = {}  # by G, the query heads of a key head, and the window
+        self.masks: dict[tuple[int, int | None], Tensor] = {}  # by G (query heads for each key head) and the window
 
     def _mask(self, query_heads: int, window: int | None) -> Tensor:
-        """Returns what is added to the scores [B, 1, G T, S] of a key head; `query_heads` is G, its query heads.
+        """Returns what is added to the scores of each key head: [B, 1, G T, S], or [B, 1, 1, S] if T is 1.
 
-        A mask is made when a layer first asks for it.
+        `query_heads` is G, the number of query heads for each key head. A mask is made when a layer first asks for it.
         """
         if window is not None and window >= self.used:
             window = None
         if (query_heads, window) not in self.masks:
             positions = self.positions[:, None]  # [B, 1, T]
             if window is not None:
-                # Tokens that pad a graph have the position of the last slot. The `used` keys may all lie before their
-                # window. But they must see a key, as a softmax over no key is NaN; their output is not read.
+                # Tokens that pad a graph have the position of the last slot, and the `used` keys may all lie before
+                # their window. But these tokens must see a key, because a softmax over no key is NaN. Their output is
+                # not read.
                 positions = positions.clamp(max=self.used - 1)
             mask = self.cache.mask(positions, self.used, window)  # [B, 1, T, S]
             if positions.shape[2] > 1:
@@ -336,7 +337,7 @@ class KVCache:
         self.settled[row] = min(self.settled[row], length)
 
     def wipe(self, row: int) -> None:
-        """Sets to zero what is stored behind a row's tokens, where a NaN could reach a later result."""
+        """Sets to zero what is stored behind a row's tokens, if a NaN there could reach a later result."""
         for layer in self.layers:
             layer.wipe(row, self.lengths[row])
 

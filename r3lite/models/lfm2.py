@@ -42,7 +42,7 @@ class Renamed(nn.Module):
             self.add_module(NAMES.get(name, name), self._modules.pop(name))
 
     def __getattr__(self, name: str):
-        """Returns a child by the decoder's name or by its own; Python calls this for names of no plain attribute."""
+        """Returns a child by the decoder's name or its own. Python calls this if a name is no plain attribute."""
         return super().__getattr__(NAMES.get(name, name))
 
 
@@ -144,7 +144,8 @@ def _layer_types(record: Record, layers: int) -> Sequence[str]:
 def _intermediate_size(record: Record, size: int) -> int:
     """Returns the width of the feed-forward networks.
 
-    It is the size in the file or, with `block_auto_adjust_ff_dim`, two thirds of that size times a factor, rounded up.
+    It is the size in the file or, with `block_auto_adjust_ff_dim`, two thirds of that size times a factor, rounded up
+    to a multiple of `block_multiple_of`.
     """
     size = record.whole("block_ff_dim", size, low=1, high=1 << 20)
     if not record.flag("block_auto_adjust_ff_dim", True):

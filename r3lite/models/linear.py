@@ -23,7 +23,7 @@ def linear(
     bias: Tensor | None = None,
     added: Tensor | None = None,
 ) -> Tensor:
-    """Returns x [N, in] times weight [out, in], plus a bias [out] or a tensor that is `added` [N, out]: [N, out]."""
+    """Returns the product [N, out] of x [N, in] and a weight [out, in], plus a `bias` [out] or `added` [N, out]."""
     assert bias is None or added is None
     if not _by_onednn(x, weight):
         if added is None:
@@ -59,7 +59,7 @@ def _block(
     bias: Tensor | None,
     added: Tensor | None,
 ) -> Tensor:
-    """Is `linear` for at most BLOCK rows, by the operator that torch.compile uses on a CPU for a frozen weight."""
+    """Computes `linear` for up to BLOCK rows, by the operator that torch.compile uses on a CPU for a frozen weight."""
     fill = 0
     if len(x) > STEP:
         fill = -len(x) % STEP

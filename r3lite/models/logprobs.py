@@ -70,10 +70,11 @@ def token_loss(
 ) -> tuple[Tensor, list[M]]:
     """Returns the sum over chunks of `loss(rows, logprobs, entropies)`, a scalar, and what it measures of each chunk.
 
-    Arguments are as in `token_logprobs`. The upstream gradient is known as soon as a chunk's log-probabilities are, so
-    the gradient with respect to `hidden` is computed in the forward pass and the logits are computed once; only for a
-    loss that depends on the entropies they are computed twice. `head_grad` (fp32 [V, C], zeros), if it is given, holds
-    the gradient of the head after the backward pass, but only for a loss that does not depend on the entropies.
+    Arguments are as in `token_logprobs`. The loss's gradient with respect to a chunk's log-probabilities is known as
+    soon as these are. So the gradient with respect to `hidden` is computed in the forward pass, and the logits are
+    computed once; only for a loss that depends on the entropies they are computed twice. `head_grad` (fp32 [V, C],
+    zeros), if it is given, holds the gradient of the head after the backward pass, but only for a loss that does not
+    depend on the entropies.
     """
     trains = torch.is_grad_enabled() and hidden.requires_grad
 
@@ -139,7 +140,7 @@ class TopTokens:
     logprobs: Tensor  # [N, k] fp32
 
     def split(self, sizes: list[int]) -> "list[TopTokens]":
-        """Returns the same distributions in parts of `sizes` each."""
+        """Returns the distributions in parts; `sizes` has the number of distributions of each part."""
         ids_parts = self.ids.split(sizes)
         logprobs_parts = self.logprobs.split(sizes)
         return [TopTokens(ids, logprobs) for ids, logprobs in zip(ids_parts, logprobs_parts, strict=True)]
@@ -173,10 +174,11 @@ def candidates_loss(
     temperature: float = 1.0,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, list[M]]:
-    """Is `token_loss` for k tokens a row: returns the sum over chunks of `loss(rows, logprobs)`, and what it measures.
+    """Computes a loss as `token_loss` does, but from the log-probabilities of k tokens in each row.
 
-    `candidates` [N, k] are the ids of the tokens; no id comes twice in a row, and they may be in host memory. The head
-    is applied once. The gradient with respect to `hidden` is computed in the forward pass.
+    Returns the sum over chunks of `loss(rows, logprobs)`, and what it measures of each chunk. `candidates` [N, k] are
+    the ids of the tokens, all different within a row; they may be in host memory. The head is applied once. The
+    gradient with respect to `hidden` is computed in the forward pass.
     """
 
     def loss_of_chunk(rows: slice) -> tuple[Tensor, M, Tensor]:
@@ -187,7 +189,7 @@ def candidates_loss(
         with torch.enable_grad():
             value, measured = loss(rows, logprobs.requires_grad_())
         (grad,) = torch.autograd.grad(value, logprobs)  # [n, k]
-        # With p = softmax(logits / T) and g_j the gradient of log p(j): dL/dlogit_v = (g_v - p_v sum_j g_j) / T.
+        # With p = softmax(logits / T) and g_j = dL/dlog p(j): dL/dlogit_v = (g_v - p_v sum_j g_j) / T.
         unit = _unit(logits.dtype) / grad.abs().sum(-1).clamp(min=SMALLEST_SIZE)  # [n]
         grad = grad * unit[:, None]
         for tile in tiles:
@@ -283,9 +285,9 @@ def _statistics(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the log-probabilities [n] of the targets, and entropies [n] or None, of logits [n, V].
 
-    With `to_gradients` each row of logits becomes the gradient of -log p(target), p_v - [v = target], times
-    `_unit(dtype)`. The gradient of any loss of log p(target) is this gradient times one number a row, so that it can be
-    written before the loss is known.
+    With `to_gradients` each row of logits is overwritten with the gradient of -log p(target) with respect to
+    logits / temperature, which is p_v - [v = target], times `_unit(dtype)`. The gradient of any loss of log p(target)
+    is this gradient times one number a row. So it can be written before the loss is known.
     """
     parts = []
     tile_size = tile_rows(logits.device.type)

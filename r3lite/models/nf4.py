@@ -67,7 +67,7 @@ class Nf4Weight:
 
 @dataclass(frozen=True)
 class Packed:
-    """What the layers of a model folder in NF4 may have, but `quantize` never makes."""
+    """Counts of what the layers of a model folder in NF4 may have although `quantize` never makes it."""
 
     dense_weights: int = 0  # weights that are not in NF4
     fp32_blocks: int = 0  # blocks whose absmax is in fp32
@@ -112,7 +112,10 @@ def quantize(weight: Tensor) -> Nf4Weight:
 
 
 def unfilled(weight: Tensor, absmax: torch.dtype = torch.int8) -> Nf4Weight:
-    """Returns tensors without values for the NF4 form of a weight [out, in], on its device; `absmax`: their dtype."""
+    """Returns tensors without values for the NF4 form of a weight [out, in], on its device.
+
+    `absmax` is the dtype of the tensor `absmax`.
+    """
     rows, columns = weight.shape
     _check_columns(columns)
     groups = -(-rows * columns // (BLOCK * GROUP))
@@ -179,8 +182,8 @@ def _absmax(weights: Sequence[Nf4Weight]) -> Tensor:
 def joined(weights: Sequence[Nf4Weight]) -> list[Nf4Weight]:
     """Joins weights [n, in] into one weight [sum of n, in], in a list with one element.
 
-    If the last absmax group of any weight is padded, the weights are returned as they are: joined, the padding would be
-    taken for absmax values.
+    If the last absmax group of any weight is padded, the weights are returned as they are: in a joined weight, the
+    padding would be taken for absmax values.
     """
     if len(weights) == 1 or any(weight.codes.numel() * 2 % (BLOCK * GROUP) for weight in weights):
         return list(weights)

@@ -38,7 +38,7 @@ class Pack:
     tokens: Tensor  # [1, N], on the host
     positions: Tensor  # [1, N]
     segments: list[Segment]
-    masks: StretchMasks  # for each segment, of its ancestors' and its own tokens
+    masks: StretchMasks  # for each segment, the mask over its ancestors' and its own tokens
     places: list[list[int]]  # for each row, the places of its tokens among the N
 
     @staticmethod

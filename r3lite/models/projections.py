@@ -131,7 +131,7 @@ class Nf4Linear(nn.Module):
 
 
 class ActiveAdapter(NamedTuple):
-    """The weights of the adapter that is on in one layer, to which it adds scale * B A dropout(x)."""
+    """The weights, in one layer, of the adapter that is on. It adds scale * B A dropout(x) to the layer's output."""
 
     A: Tensor  # fp32 [r, in]
     B: Tensor  # fp32 [out, r]
@@ -177,8 +177,8 @@ class Stack:
     def __init__(self, layers: Sequence[nn.Module]):
         self.bases = []
         self.on: list[ActiveAdapter] = []
-        # For each layer with the adapter: its weights, the layer's columns of the output, and its columns of the A x of
-        # all layers, side by side.
+        # For each layer with the adapter: the adapter's weights there, the layer's columns of the output, and its
+        # columns of A x, where the A x of all layers are side by side.
         self.places: list[tuple[ActiveAdapter, slice, slice]] = []
         column = 0
         rank = 0
@@ -215,7 +215,7 @@ class Stack:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """A and B of each adapter that is on."""
+        """A and B of the adapter that is on, for each layer that it adapts."""
         return [weight for adapter in self.on for weight in (adapter.A, adapter.B)]
 
     def weight(self, dtype: torch.dtype) -> Tensor:
@@ -240,7 +240,7 @@ class Stack:
         return side_by_side([base.bias for base in self.bases])
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-        """Returns all A side by side [sum of r, in], and the B [out, r] of each adapter, in a product's dtype."""
+        """Returns all layers' A as one [sum of r, in], and the B [out, r] of each layer, in a product's dtype."""
         if dtype not in self.casts:
             A = side_by_side([adapter.A for adapter in self.on])
             Bs = [adapter.B for adapter in self.on]

@@ -59,7 +59,7 @@ def divisor_factors(divisors: Tensor, scaling: RopeScaling | LinearScaling) -> T
 def _head_divisors(rope: Rope, head_dim: int, device: torch.device) -> Tensor:
     """Returns the divisors [D] of a whole head, negative in its first half, for the signs of `functions.rotate_`.
 
-    A rotation by an angle a turns the halves (x, y) of a pair into (x cos a - y sin a, y cos a + x sin a). Because
+    A rotation by an angle a turns the numbers (x, y) of a pair into (x cos a - y sin a, y cos a + x sin a). Because
     cos(-a) = cos a and sin(-a) = -sin a, angles of -a in the first half give that minus sign, once for all layers.
     """
     half = rotary_divisors(head_dim, rope.theta)

@@ -43,11 +43,11 @@ def save_merged(
 ) -> None:
     """Writes the base weights as a checkpoint that transformers reads, with config and tokenizer files of the source.
 
-    An adapter to be included is merged before (`lora.merge_adapter`); those still attached are left out. NF4 weights
-    are written dense. `config.json` names the dtype that is written, under the source's key. With `max_shard` there
-    are several files, of at most `max_shard` bytes unless one tensor is larger. `changes` has, by file name, the keys
-    of a JSON file that differ from the source's, or the whole text of a text file. The folder appears whole or not at
-    all. Raises R3LiteError if the folder exists and is not empty.
+    An adapter that is to be included must be merged before (`lora.merge_adapter`); adapters that are still attached are
+    left out. NF4 weights are written dense. `config.json` names the dtype that is written, under the source's key. With
+    `max_shard` there are several files, of at most `max_shard` bytes unless one tensor is larger. `changes` has, by
+    file name, the keys of a JSON file that differ from the source's, or the whole text of a text file. The folder
+    appears whole or not at all. Raises R3LiteError if the folder exists and is not empty.
     """
     dtype_key = "dtype" if "dtype" in config_record(Path(source_folder)).values else "torch_dtype"
     dtype = str(model.head_weight.dtype).removeprefix("torch.")

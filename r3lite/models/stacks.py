@@ -45,7 +45,7 @@ def adjacent(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def stacks(paths: Iterable[str]) -> list[list[str]]:
-    """Groups the paths of layers: layers of one parent are together if one of STACKS has them."""
+    """Groups the paths of layers: layers of one parent are in one group if their names are in one of STACKS."""
     by_stack: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for path in paths:
         parent, _, name = path.rpartition(".")
@@ -66,7 +66,7 @@ def stacked(
 
 
 class StackMemory:
-    """Memory for the tensors of a model, by name; tensors of layers that one of STACKS has lie one after another.
+    """Memory for the tensors of a model, by name. The tensors of layers that `stacks` groups lie one after another.
 
     A tensor's memory is allocated when it is first asked for, so that never much more is held than has been read.
     """

@@ -153,9 +153,10 @@ class LayerStream:
                     setattr(module, attribute, tensor)
 
     def enter(self, layer: int, next_layer: int | None) -> None:
-        """Makes a layer's weights be in its place for all that is queued on the device until the next call.
+        """Ensures that all work queued on the device until the next call finds the layer's weights in its place.
 
-        Also begins to copy `next_layer`, the layer that computes next (None: not known), unless it has the same place.
+        Also begins to copy `next_layer`, the layer that computes next (None: this one again), unless both layers have
+        the same place.
         """
         self._begin_copy(layer)
         if self.stream is not None:

@@ -58,7 +58,7 @@ class Verification(CachePass):
             columns = torch.arange(self.longest)
             is_token = columns < torch.tensor(counts)[:, None]
             self.is_token = is_token.to(cache.device, non_blocking=True)
-        self.masks: dict[tuple[int, int | None], Tensor] = {}  # by G, the query heads of a key head, and the window
+        self.masks: dict[tuple[int, int | None], Tensor] = {}  # by G (query heads for each key head) and the window
         self.tokens_of_rows = []
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
             self.tokens_of_rows.append(RowTokens(row, start, count))
@@ -99,7 +99,10 @@ class Verification(CachePass):
         return self.tokens_of_rows
 
     def _mask(self, query_heads: int, window: int | None) -> Tensor:
-        """Returns what is added to the scores [B, 1, G T, S] of a key head; `query_heads` is G, its query heads."""
+        """Returns what is added to the scores of each key head: [B, 1, G T, S].
+
+        `query_heads` is G, the number of query heads for each key head.
+        """
         if window is not None and window >= self.used:
             window = None
         if (query_heads, window) not in self.masks:

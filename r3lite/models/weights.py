@@ -74,7 +74,10 @@ def resolve_folder(model: str) -> Path:
 
 
 def public_name(model: str) -> tuple[str, bool]:
-    """Returns the name of a --model that may be published, only the last part of a path; and whether it is a hub id."""
+    """Returns the name under which a --model may be published, and whether it is a hub id.
+
+    The name of a path is its last part.
+    """
     path = Path(os.path.expanduser(model))
     if HUB_ID.fullmatch(model) and path.suffix != ".gguf" and not path.is_dir():
         return model, True
@@ -162,7 +165,8 @@ def load_model(
         print(f"{folder.name}: only the text part is loaded, without the model's vision", file=sys.stderr)
     places = tensor_places(folder)
     last = f"model.layers.{config.num_hidden_layers - 1}."
-    if not any(name.startswith(last) for name in places):  # a thousand layers take a while to lay out
+    # Checked before the model is made: a thousand layers take a while to lay out.
+    if not any(name.startswith(last) for name in places):
         _refuse_names(folder, "missing", [f"{last}*"])
     with torch.device("meta"):
         model = CausalLM(config)
@@ -218,7 +222,7 @@ def _packed_layers(
     places: dict[str, Path],
     method: str | None,
 ) -> set[str]:
-    """Returns the paths of the model's layers that a folder of bitsandbytes has in NF4; none of another folder."""
+    """Returns the paths of the model's layers that a folder of bitsandbytes has in NF4; no paths for other folders."""
     if method != bitsandbytes_weights.METHOD:
         return set()
     return bitsandbytes_weights.packed_layers(places) & layer_linears(model).keys()
@@ -358,7 +362,7 @@ def _refuse_names(
     fault: str,
     names: list[str],
 ) -> None:
-    """Raises R3LiteError, naming the first tensor, if there are names of a fault: missing or unexpected."""
+    """Raises R3LiteError, naming the first tensor, if there are any `names`. `fault` is "missing" or "unexpected"."""
     if names:
         further = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise R3LiteError(f"{folder}: {fault} tensor {names[0]}{further}", MISMATCH, code="weight-names")

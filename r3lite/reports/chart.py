@@ -1,6 +1,7 @@
 """Charts as data, and as SVG that stands in a page: lines over steps, and bars with intervals.
 
-Series differ by colour (Okabe and Ito's, which the colour-blind can tell apart) and by dash or hatching.
+Series differ by colour; lines may also differ by dash. Most colours are Okabe and Ito's, which the colour-blind can
+tell apart.
 """
 
 import math

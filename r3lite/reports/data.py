@@ -47,9 +47,9 @@ class DataFile:
 
 
 def read_data(path: Path, length: Callable[[str], int], unit: str) -> DataFile:
-    """Returns the sizes of a file of trajectories, as `collect` writes them. `length` returns that of a text in `unit`.
+    """Returns the sizes of the rows of a file of trajectories, as `collect` writes it.
 
-    Raises R3LiteError if no line has a question.
+    `length` returns the length of a text in `unit`. Raises R3LiteError if no line has a question.
     """
     sizes = [_of_row(row, length) for row in read_jsonl(path) if "question" in row]
     if not sizes:
@@ -67,7 +67,7 @@ def of_questions(
     length: Callable[[str], int],
     unit: str,
 ) -> DataFile:
-    """Returns the sizes of questions as a data set has them. `length` returns that of a text in `unit`."""
+    """Returns the sizes of questions as a data set has them. `length` returns the length of a text in `unit`."""
     sizes = [_of_question(question, length) for question in questions]
     return DataFile(name, unit, sizes, "questions")
 

@@ -1,4 +1,7 @@
-"""The page: charts, tables and episodes as one HTML file (page.html) that needs no other, and no script."""
+"""The page: charts, tables and episodes as one HTML file without scripts that needs no other file.
+
+page.html is its template.
+"""
 
 import re
 from collections.abc import Sequence

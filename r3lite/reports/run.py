@@ -14,7 +14,8 @@ from r3lite.core.files import load_toml, read_jsonl, read_record, similar_path
 from r3lite.core.records import InvalidRecord, Record
 from r3lite.settings.commands import with_baseline
 
-RESULT_FILES = (run_files.METRICS, run_files.SCORES, run_files.PREDICTIONS)  # a folder with one of them is a run's
+# A folder with one of these files, or with the file of settings, is a run's.
+RESULT_FILES = (run_files.METRICS, run_files.SCORES, run_files.PREDICTIONS)
 REMEDY = "Pass a run folder, an evaluation folder, or a folder that contains some."
 MAX_EPISODES = 32  # of a round: the page shows at most so many of the first round, and of the newest
 
@@ -79,7 +80,10 @@ def is_run(folder: Path) -> bool:
 
 
 def start_of(folder: Path) -> tuple[float, str]:
-    """Returns a sort key: when the file of settings, which is written first, or else the folder changed; the name."""
+    """Returns a sort key: when the file of settings was changed, or without one the folder; then the folder's name.
+
+    A run writes the file of settings first.
+    """
     dated = folder / run_files.CONFIG
     if not dated.exists():
         dated = folder

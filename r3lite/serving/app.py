@@ -40,7 +40,10 @@ class Generate(BaseModel, extra="forbid"):
 
 
 def build_app(desk: Desk, server: ServerSettings, limits: LimitSettings, token: str | None) -> FastAPI:
-    """The application in front of a desk. `token`, if there is one, must come with every request for an answer."""
+    """Returns the application in front of a desk.
+
+    `token`, if there is one, must come with every request, except for the page and /api/health.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -135,7 +138,7 @@ def add_descriptions(app: FastAPI, desk: Desk, needs_token: bool, max_requests: 
 
 
 def add_errors(app: FastAPI) -> None:
-    """Answers every error in one form: without file paths and stack traces, and with at most a name of the request."""
+    """Answers every error in one form, without file paths or stack traces, and with at most a name from the request."""
 
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, Refusal):

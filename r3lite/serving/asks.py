@@ -91,7 +91,7 @@ class Answering(Protocol):
     about: dict[str, Any]  # `model`, `adapters`, `documents`: what is served, by name; `examples`: questions
 
     def prepare(self, ask: Ask, tell: Tell | None) -> Any:
-        """Returns the ask, ready for `join`; raises R3LiteError if it is too long.
+        """Returns the ask, ready for `join`; raises R3LiteError if it is too long or the chat template refuses it.
 
         `tell` is called with each event while the ask is answered.
         """

@@ -136,7 +136,7 @@ class Desk:
         self.adapters = worker.answering.adapters
         self.rates = ClientRates(limits.requests_per_minute, clock)
         self.places = Places(limits.max_requests, limits.max_requests_per_client)
-        # Prepares asks away from the event loop, since a long text takes a moment to tokenize.
+        # Prepares asks away from the event loop: tokenizing a long text takes a moment, and some modes search first.
         self.preparer = ThreadPoolExecutor(1, thread_name_prefix="prepare")
         self.conversations = Conversations(modes.memory_turns, modes.conversations, modes.memory_kib << 10)
 

@@ -110,7 +110,7 @@ def failure(refusal: Refusal) -> JSONResponse:
 
 
 def error_of(refusal: Refusal) -> dict[str, str | None]:
-    """Returns the body's `error`."""
+    """Returns what the body of a refusal has under `error`."""
     return {
         "message": refusal.message,
         "type": "server_error" if refusal.status >= 500 else "invalid_request_error",

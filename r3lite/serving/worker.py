@@ -70,9 +70,9 @@ class AnsweringThread:
         self.answering.close()
 
     def _join_incoming(self) -> bool:
-        """Begins the jobs that were submitted; waits for one if there are none. Returns False if the thread must end.
+        """Begins the jobs that were submitted; if none is under way, waits for one.
 
-        With jobs under way it does not wait.
+        Returns False if the thread must end.
         """
         while not self._jobs or not self._incoming.empty():
             job = self._incoming.get()
