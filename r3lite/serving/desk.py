@@ -178,7 +178,9 @@ class Desk:
         try:
             tell = job.put if follows else None
             loop = asyncio.get_running_loop()
-            job.prepared = await loop.run_in_executor(self.preparer, self.worker.answering.prepare, ask, tell)
+            # Preparing may take its time, too: a retriever may be slow, and other asks may be prepared before.
+            preparing = loop.run_in_executor(self.preparer, self.worker.answering.prepare, ask, tell)
+            job.prepared = await asyncio.wait_for(preparing, max(0.0, deadline - self.clock()))
             self.worker.submit(job)
             yield {"type": "start", "mode": ask.mode, "adapter": ask.adapter}
             while True:

@@ -15,7 +15,7 @@ from r3lite.settings import LimitSettings, ModeSettings, ServerSettings
 
 @dataclass
 class Echo:
-    """Answers with the question's own words; `slow`: seconds between them."""
+    """Answers with the question's own words; `slow`: seconds between them, `preparing`: seconds before them."""
 
     learned_modes: list = field(default_factory=lambda: ["chat", "reasoning", "search"])
     notes: dict = field(default_factory=dict)
@@ -26,6 +26,7 @@ class Echo:
     modes: dict = field(default_factory=lambda: {"chat": "sft", "reasoning": "rl", "search": "rl"})
     adapters: list = field(default_factory=lambda: ["sft", "rl"])
     slow: float = 0.002
+    preparing: float = 0.0
     jobs: list = field(default_factory=list)
     asked: list = field(default_factory=list)
     restarts: int = 0
@@ -35,6 +36,7 @@ class Echo:
             raise R3LiteError("/secret/path: too long", "Raise --max-length.", code="broken")
         if [message["role"] for message in ask.earlier] == ["user"]:
             raise R3LiteError("/secret/path: it refuses a chat of user, user", code="template-refuses-chat")
+        time.sleep(self.preparing)
         self.asked.append(ask)
         return {"ask": ask, "tell": tell, "said": [], "left": False}
 

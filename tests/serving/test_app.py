@@ -151,6 +151,13 @@ def test_limits_of_time_of_places_and_of_a_clients_rate(serving):
     status, reply = generate(running, query="word " * 100)
     assert status == 504 and reply["error"]["code"] == "timeout" and free_again(running)
 
+    # A slow retriever delayed the refusal as long as it liked.
+    running = serving(request_seconds=0.2)
+    running.answering.preparing = 1.0
+    start = time.monotonic()
+    status, reply = generate(running, query="word")
+    assert status == 504 and time.monotonic() - start < 0.9 and free_again(running)
+
     running = serving(slow=0.01, max_requests=1)
     thread = threading.Thread(target=generate, args=(running,), kwargs={"query": "word " * 50})
     thread.start()
