@@ -4,11 +4,12 @@
     python -m bench.algorithms --only ppo grpo --seeds 0 --tokens 50000
     python -m bench.algorithms --only grpo-mild --variant "grpo-mild=--algorithm grpo --kl-beta 0.01"
 
-For each seed, the quickstart's index, hasty trajectories and SFT adapter are made once. Each variant then starts from
-this adapter. It learns with a constant rate after the warm-up, ends after a whole round at about --tokens generated
-tokens, and answers the test questions. luffy and hybrid get flawless trajectories of all training questions as traces.
-dgpo gets a teacher: an adapter that learned from 300 of these trajectories. The same command resumes after a kill: it
-continues the unfinished run and repeats no finished one under --work. Finished runs are added to
+For each seed, the quickstart's index, hasty trajectories and SFT adapter are made once. Hasty means that a share of the
+trajectories, HURRIED, answers one hop too early. Each variant then starts from this adapter. It learns with a constant
+rate after the warm-up, ends after a whole round at about --tokens generated tokens, and answers the test questions.
+luffy and hybrid get flawless trajectories (none answers too early) of all training questions as traces. dgpo gets a
+teacher: an adapter that learned from 300 of these trajectories. The same command resumes after a kill: it skips the
+runs that are in the results and continues the unfinished one under --work. Finished runs are added to
 bench/results/algorithms.json; none is replaced. bench/algorithms_page.py makes the page.
 """
 
@@ -53,10 +54,10 @@ class Seed:
         index = self.folder / "index"
         if not index.exists():
             run("index", [*self.common, "--corpus", str(self.world / "corpus.jsonl"), "--output", str(index)])
-        hasty = self.collected("trajectories", ["--limit", str(TRAJECTORIES), "--hurried-share", str(HURRIED)])
-        self.taught("sft", ["--data", str(hasty)])
+        hasty = self.collect("trajectories", ["--limit", str(TRAJECTORIES), "--hurried-share", str(HURRIED)])
+        self.teach("sft", ["--data", str(hasty)])
 
-    def collected(self, name: str, flags: list[str]) -> Path:
+    def collect(self, name: str, flags: list[str]) -> Path:
         """Returns the file of trajectories `name`; collects them from the training questions if the file is missing."""
         output = self.folder / f"{name}.jsonl"
         if not output.exists():
@@ -64,7 +65,7 @@ class Seed:
             run("collect", [*self.common, *data, *flags, "--output", str(output)])
         return output
 
-    def taught(self, name: str, flags: list[str]) -> Path:
+    def teach(self, name: str, flags: list[str]) -> Path:
         """Returns the output folder of the SFT run `name`; runs it if it is not complete."""
         output = self.folder / name
         if not (output / run_files.SUMMARY).exists():
@@ -72,14 +73,16 @@ class Seed:
         return output
 
     def guides(self, flags: list[str]) -> list[str]:
-        """Returns the flags of the traces or of the teacher, if the algorithm of a variant's `flags` needs one."""
+        """Returns the flags of the traces, contexts or teacher, if the algorithm of a variant's `flags` takes them."""
         name = flags[flags.index("--algorithm") + 1] if "--algorithm" in flags else "ppo"
         algorithm = ALGORITHMS[name]
         if algorithm.has_traces:
-            return ["--traces", str(self.collected("flawless", []))]
+            return ["--traces", str(self.collect("flawless", []))]
+        if algorithm.learns_right_answers:
+            return ["--contexts", str(self.collect("flawless", []))]
         if algorithm.has_teacher:
-            data = ["--data", str(self.collected("flawless", [])), "--limit", str(TRAJECTORIES)]
-            adapter = str(self.taught("teacher", data))
+            data = ["--data", str(self.collect("flawless", [])), "--limit", str(TRAJECTORIES)]
+            adapter = str(self.teach("teacher", data))
             return ["--teacher", "tiny", "--teacher-adapter", adapter, "--teacher-quantize", "none"]
         return []
 
@@ -102,7 +105,7 @@ class Seed:
 
     def learn(self, name: str, flags: list[str], budget: int) -> dict:
         """Trains a variant until it has generated about `budget` tokens; returns the run's size and its scores."""
-        output = self.folder / f"{name}-{budget}"  # a run with another budget starts anew, maybe with a later commit
+        output = self.folder / f"{name}-{budget}"  # a run with another budget starts anew, perhaps at a later commit
         arguments = [
             *self.shared,
             *flags,
@@ -117,7 +120,7 @@ class Seed:
         arguments += ["--learning-rate-schedule", "constant", "--max-steps", str(MANY_ROUNDS)]
         arguments += ["--warmup", str(WARMUP_ROUNDS / MANY_ROUNDS), "--keep-checkpoints", "1"]
         totals = generated_tokens(output)
-        while budget - totals[-1] > _mean_per_round(totals) / 2:  # a round more comes nearer to the budget
+        while budget - totals[-1] > _mean_per_round(totals) / 2:  # one more round comes nearer to the budget
             rounds = 1
             if mean := _mean_per_round(totals):
                 # Fewer rounds than the estimate, because episodes become longer in training; at the end one by one.

@@ -10,7 +10,7 @@ from r3lite.evaluation.comparisons import RESAMPLES
 from r3lite.evaluation.intervals import interval, resampled_sums
 
 BASE = "ppo"  # the variant that all others are compared with
-MIN_SEEDS = 2  # a verdict needs results of so many seeds
+MIN_SEEDS = 2  # a verdict needs results of at least this many seeds
 SCORES = {"f1": "F1", "format_adherence": "format", "retrieval_recall": "recall", "mean_searches": "searches"}
 ABOUT = """`python -m bench.algorithms`: the tiny model on the sample world's 300 test questions, greedy, with real
 retrieval. Each run starts from its seed's SFT adapter of hasty trajectories, with the tiny preset's settings and what
@@ -66,7 +66,7 @@ def scores(results: dict[int, dict]) -> dict:
 
 
 def mean_of(results: dict[int, dict], name: str, places: int = 3) -> str:
-    """Returns the mean of a figure over the seeds, with so many decimal places."""
+    """Returns the mean of a figure over the seeds, with `places` decimal places."""
     return f"{statistics.fmean(run[name] for run in results.values()):,.{places}f}"
 
 
@@ -112,7 +112,7 @@ def verdict(runs: Sequence[dict]) -> str:
 def beats(by_seed: dict[int, dict], base: dict[int, dict], better: bool) -> bool:
     """Returns whether a variant's exact match is higher than that of `base`, or lower if `better` is False.
 
-    It must differ with every common seed, of which there must be MIN_SEEDS, and the interval must leave out 0.
+    It must be so with every common seed, of which there must be at least MIN_SEEDS, and the interval must leave out 0.
     """
     sign = 1 if better else -1
     results = {seed: run["rl"] for seed, run in by_seed.items()}

@@ -101,7 +101,7 @@ class Browser:
         return reply["result"].get("value")
 
     def wait(self, condition: str, seconds: float = 20) -> None:
-        """Waits until the JavaScript expression `condition` is true; fails after so many seconds."""
+        """Waits until the JavaScript expression `condition` is true; AssertionError after `seconds` seconds."""
         deadline = time.monotonic() + seconds
         while not self.run(f"Boolean({condition})"):
             assert time.monotonic() < deadline, f"never: {condition}"

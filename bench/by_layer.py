@@ -36,7 +36,7 @@ class Split:
 def split(
     work: Callable[[SimulatedCuda, str, Precision], Done], shape: ModelConfig, vocabulary: int, dtype: torch.dtype
 ) -> dict[Work, Split]:
-    """Returns the split counts of each piece of `work`, for a model of a shape and a `vocabulary` of so many tokens."""
+    """Returns the split counts of each piece of `work`, for a shape of model and a tokenizer of `vocabulary` tokens."""
     one_layer = _count(work, replace(shape, num_hidden_layers=1), vocabulary=vocabulary, dtype=dtype)
     two_layers = _count(work, replace(shape, num_hidden_layers=2), vocabulary=vocabulary, dtype=dtype)
     splits = {}
@@ -72,7 +72,7 @@ class Cost:
     def seconds(self, card: Speeds, dtype: str) -> float:
         """Returns the predicted seconds at a card's peak bandwidth and peak speed.
 
-        A matrix product reads while it multiplies, so it takes the longer of both times. All other times add up.
+        Matrix products read while they multiply, so together they take the longer of both times. Other times add up.
         """
         bandwidth = card.bandwidth[dtype]
         flops = card.flops[dtype]
@@ -81,7 +81,7 @@ class Cost:
 
 
 def cost(split: Split, layers: int) -> Cost:
-    """Returns the cost of a piece of work for a model of so many layers."""
+    """Returns the cost of a piece of work for a model of `layers` layers."""
 
     def total(figure: Callable[[Counts], float]) -> float:
         return figure(split.outside) + layers * figure(split.layer)

@@ -1,4 +1,4 @@
-"""Runs RL from a finished SFT adapter on a large card within minutes: on last turns, then on whole episodes.
+"""Runs RL from a finished SFT adapter on a large card within minutes: on last turns of episodes, then on whole ones.
 
     python -m bench.card --adapter runs/sft --data FRESH.json --eval-data DEV.json --minutes 8 --vram-budget 76GiB
     ... --seeds 0 1 --adapter runs/sft-0,runs/sft-1              # side by side
@@ -10,8 +10,9 @@ training whose time is over gets SIGTERM, and its newest checkpoint is the resul
 estimated from the earlier ones (the shares are in bench/card_settings.py). If a stage fails, other stages go on.
 
 The outputs and logs of the stages are in --output. card.json there has the whole state and is at most 20 seconds old.
-At the end the run is added to card.json in --results, also if it was interrupted. Each stage encodes the documents on
-the processor at its start, unless --flags passes an index that was built before. Stages may share a --query-cache.
+At the end the run is added to card.json in --results, even if it was interrupted. A training or an evaluation encodes
+the documents on the CPU when it starts, unless --flags passes an index that was built before. Stages may share a
+--query-cache.
 """
 
 import shlex
@@ -271,8 +272,8 @@ class Run:
     def reserve(self) -> float:
         """Returns the seconds that are reserved for the last evaluation.
 
-        They are estimated from the longest complete evaluation. As long as there is none, EVALUATION of all seconds are
-        reserved, or more if a running evaluation already takes longer than that allows.
+        They are estimated from the longest complete evaluation. As long as there is none, the share EVALUATION of all
+        seconds is reserved, or more if the time of a running evaluation so far calls for more.
         """
         evaluations = [job for job in self.jobs.values() if job.stage.kind == "evaluate"]
         measured = [job.ended - job.begun for job in evaluations if is_complete(job)]

@@ -27,8 +27,8 @@ BY_THE_CLOCK = ("--max-steps", "10000", "--warmup", "0", "--min-learning-rate", 
 EVALUATION = 0.25  # reserved for the last evaluation and the end, as long as no evaluation was measured
 ENDING = 0.05  # reserved for saving the last checkpoint, and for comparisons
 MOST_RESERVED = 0.6  # limit of what is reserved
-LEAST_EPISODE_TIME = 0.1  # RL on whole episodes is not started with less time
-# Of other times.
+LEAST_EPISODE_TIME = 0.1  # RL on whole episodes is not started with less time left
+# Relative to other times.
 MARGIN = 1.5  # time reserved for the last evaluation, as a multiple of the longest one so far
 ANSWERS = 0.6  # share of `--learn answer` in the time of both trainings
 
@@ -96,7 +96,7 @@ class Settings:
 
 
 def parse(argv: list[str] | None, description: str | None) -> tuple[Settings, argparse.Namespace]:
-    """Returns the checked settings of a run, and all flags, which have the output folders, too.
+    """Returns the checked settings of a run, and all flags, among them the output folders.
 
     A usage error ends the process. `description` is shown by --help.
     """

@@ -67,7 +67,7 @@ def training_of(output: Path) -> dict:
 def sample_count(path: Path, rounds: int) -> int:
     """Returns the number of samples of rounds 1 to `rounds` in the file of samples.
 
-    A round writes its samples before it learns from them, so the file may have those of a round more: they do not
+    A round writes its samples before it learns from them, so the file may have those of one more round: they do not
     count. Neither does a last line that is being written.
     """
     count = 0
@@ -81,7 +81,7 @@ def sample_count(path: Path, rounds: int) -> int:
 def _round_of(line: bytes) -> int:
     """Returns the number of the round that a line of the file of samples belongs to.
 
-    Does not parse the whole line as JSON, because the file is large and bench.card counts it every few seconds.
+    Does not parse the whole line as JSON, because the file is large and bench.card reads all its lines again and again.
     """
     return int(line[len(LINE_START) : line.index(b",")])
 

@@ -104,7 +104,7 @@ def settings(fitting: Plan) -> str:
 
 
 def training(fitting: Plan | None) -> str:
-    """Returns the cell of SFT with a plan: tokens per second and memory settings."""
+    """Returns the table cell of an SFT plan: tokens per second and memory settings; UNFIT without a plan."""
     if fitting is None:
         return UNFIT
     workload = fitting.workload
@@ -114,7 +114,7 @@ def training(fitting: Plan | None) -> str:
 
 
 def learning(fitting: Plan | None) -> str:
-    """Returns the cell of a round of RL with a plan: its time, episodes sampled together and memory settings."""
+    """Returns the table cell of an RL plan: a round's time, episodes sampled together, memory settings; else UNFIT."""
     if fitting is None:
         return UNFIT
     workload = fitting.workload

@@ -59,7 +59,7 @@ RENTED = (
     Rented("RTX 4090", dollars=0.34, inside=25e9, between=12.5e9),
     Rented("H100 80GB HBM3", dollars=2.69, inside=450e9, between=12.5e9),
 )
-LATENCY = 50e-6  # seconds until a message arrives, without its bytes; assumed
+LATENCY = 50e-6  # seconds that a message takes besides the transfer of its bytes; assumed
 
 LOAD = """\
 Measured with {clients} clients for {minutes:g} minutes and a restart in the middle, on {threads} CPU cores:
@@ -148,7 +148,7 @@ class Timed:
 
     @property
     def limit(self) -> str:
-        """The name of the part that takes most of the time."""
+        """The name of the part that takes the longest."""
         parts = {name: getattr(self, name) for name in LIMITS}
         return LIMITS[max(parts, key=parts.get)]
 
@@ -159,7 +159,7 @@ def draw(rng: random.Random) -> list[list[tuple[int, int, int]]]:
 
 
 def loads_of(rows: list[int], ranks: int) -> list[int]:
-    """Returns the tokens of each rank; rows of these lengths are shared out as in training."""
+    """Returns the tokens that each rank gets if rows of these lengths are shared out as in training."""
     return [sum(rows[i] for i in share) for share in shares(rows, ranks)]
 
 
@@ -214,7 +214,7 @@ class Simulation:
         return total
 
     def timed(self, ranks: int) -> Timed:
-        """Returns the mean times over ROUNDS simulated rounds on so many ranks."""
+        """Returns the mean times over ROUNDS simulated rounds on `ranks` ranks."""
         rng = random.Random(0)
         rounds = []
         for _ in range(ROUNDS):

@@ -1,9 +1,9 @@
-"""Times decoding at batch 1 and an SFT step of 512 tokens by a base in NF4, with and without `--compile`.
+"""Times decoding at batch 1 and an SFT step of 512 tokens with a base in NF4, with and without `--compile`.
 
     python -m bench.compiled --models DIR --dtype bf16          # DIR/0.5B
 
-On a CPU, times are of the processor and not of the clock, so that other programs count little. On CUDA they are of the
-clock. Every run is printed.
+On a CPU, times are CPU time and not wall-clock time, so that other programs count little. On CUDA they are wall-clock
+time. Every run is printed.
 """
 
 import time
@@ -22,7 +22,7 @@ SIZE = "0.5B"
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the seconds that the work takes: of the processor on a CPU, of the clock on CUDA."""
+    """Returns the seconds that the work takes: CPU time on a CPU, wall-clock time on CUDA."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     start = clock()
     work()
@@ -34,7 +34,7 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
 def report(name: str, works: dict[str, Callable[[], object]], device: torch.device) -> None:
     """Runs each variant once to warm up, then all by turns; prints the milliseconds of each run after the first.
 
-    `works` has the work by the name of the variant.
+    The keys of `works` are the names of the variants.
     """
     for work in works.values():
         work()

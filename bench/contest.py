@@ -43,7 +43,8 @@ class Contest:
             self.peaks = {name: peak_mib(work) for name, work in self.contestants.items() if name not in LIMITS}
         for repeat in range(repeats + 1):
             for name, work in self.contestants.items():
-                torch.backends.cuda.enable_cudnn_sdp(name != OURS)  # cuDNN attention: on is PyTorch's default
+                # r3lite turns cuDNN attention off; PyTorch's default is on.
+                torch.backends.cuda.enable_cudnn_sdp(name != OURS)
                 start = time.perf_counter()
                 own_seconds = work()
                 if device == "cuda":

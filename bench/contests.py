@@ -32,7 +32,7 @@ PASSAGES = 320  # of the encoding contest
 LORA_RANK = 8
 LORA_ALPHA = 16
 LEARNING_RATE = 1e-4
-TOLERANCE = 1e-4  # largest difference of two encoders' vectors, in any number
+TOLERANCE = 1e-4  # the most by which two encoders may differ in a number of a vector
 
 
 class Ours:
@@ -52,7 +52,7 @@ class Ours:
         lora.set_adapter(self.model, "policy")
 
     def decode(self, batch: int, new: int, prompt: int = PROMPT) -> Callable[[], None]:
-        """Samples `new` tokens after `prompt` tokens in each of `batch` rows, with the engine of rollouts."""
+        """Samples `new` tokens after `prompt` tokens in each of `batch` rows, with the rollout engine."""
         from r3lite.protocols.r3 import R3
         from r3lite.settings import LengthSettings
 
@@ -107,11 +107,11 @@ class Ours:
         return work
 
     def peak(self, tokens: int) -> Callable[[], float]:
-        """Does the useful operations of `sft` (see limits.training_flops) as large products; returns its seconds."""
+        """Does the useful operations of `sft` (see limits.training_flops) as large products; returns their seconds."""
         return products(sft_flops(self.model, self.tokenizer.size, tokens), self.precision)
 
     def floor(self, batch: int, steps: int) -> Callable[[], None]:
-        """Does the matrix products of so many decoding steps, and nothing else."""
+        """Does the matrix products of `steps` decoding steps of `batch` rows, and nothing else."""
         weights = [module.weight for module in self.model.modules() if isinstance(module, torch.nn.Linear)]
         weights.append(self.model.head_weight[: self.tokenizer.size])
         inputs = {w.shape[1]: torch.randn(batch, w.shape[1], device=self.device, dtype=w.dtype) for w in weights}

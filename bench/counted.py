@@ -1,7 +1,8 @@
 """The work whose kernels bench.kernels counts: decoding, prefill, SFT and a GRPO round.
 
-It is done by r3lite and by transformers + peft. Each function does one kind of work with the model in a folder, on a
-simulated card, and returns the counts of that card. bench.by_layer splits the counts into layers and all else.
+r3lite does all of it; transformers + peft do all but decoding in NF4 and the GRPO round. Each function in
+bench.kernels.KINDS does one kind of work with the model in a folder, on a simulated card, and returns the counts of
+that card. bench.by_layer splits the counts into layers and all else.
 """
 
 import itertools
@@ -33,13 +34,14 @@ from r3lite.settings import SftConfig
 PEFT = "transformers + peft"
 MERGED = "transformers, adapter merged"
 MODEL = f"{OURS}, without head and sampling"
-# What the name of a training adds: whether the layers' activations are stored, or recomputed in the backward pass.
+# Ends of the names of training work. They say whether the activations of the layers are stored, or recomputed in the
+# backward pass.
 STORED = ""
 RECOMPUTED = ", layers recomputed"
 # Tokens that are sampled in the two counts of `count_step`. All work but one decoding step is the same in both.
 FEWER_TOKENS = 2
 MORE_TOKENS = 3
-TRAINING_PRODUCTS = 2  # of the loss that read the head's weight: forward, and for the gradient of the hidden states
+TRAINING_PRODUCTS = 2  # in the loss, with the head's weight: forward, and for the gradient of the hidden states
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ def decode_nf4(card: SimulatedCuda, folder: str, precision: Precision, batch: in
 
 
 def count_step(card: SimulatedCuda, sample: Callable[[int], None]) -> Counts:
-    """Returns the counts of one decoding step; `sample` samples so many tokens."""
+    """Returns the counts of one decoding step; `sample(n)` samples n tokens in each row."""
     sample(1)  # warms up: a first call may do work that later ones do not repeat
     fewer = count(card, sample, FEWER_TOKENS)
     return count(card, sample, MORE_TOKENS) - fewer
@@ -112,12 +114,12 @@ def model_alone(card: SimulatedCuda, ours: Ours, batch: int) -> Counts:
 
 
 def cache_of(ours: Ours, rows: int) -> KVCache:
-    """Returns an empty KV cache of so many rows."""
+    """Returns an empty KV cache of `rows` rows."""
     return KVCache.of(ours.model, rows)
 
 
 def prefill(card: SimulatedCuda, folder: str, precision: Precision, tokens: int) -> Done:
-    """Counts a pass over a prompt, which fills the cache; transformers also computes the logits of its last token."""
+    """Counts a pass over a prompt, which fills the cache; transformers also computes the last token's logits."""
     name = f"prefill, {tokens:,} tokens"
     (prompt,) = full_prompts(1, tokens)
     ours = Ours(folder, precision)
@@ -158,7 +160,7 @@ def training(card: SimulatedCuda, folder: str, precision: Precision, tokens: int
 
 
 def trainer(folder: str, precision: Precision, tokens: int, recomputed: int) -> supervised.SFTTrainer:
-    """Returns the trainer of `python -m r3lite.sft`, with one row of so many tokens in a step.
+    """Returns the trainer of `python -m r3lite.sft`, with one row of `tokens` tokens in a step.
 
     The first `recomputed` layers are recomputed in the backward pass.
     """

@@ -44,7 +44,7 @@ DRAFTS = records.Bench(
     keys=("model", "turns", "temperature", "batch"),
     figures=("tokens_per_second", "with_drafts", "ratio", "tokens_a_pass"),
 )
-MIN_QUESTIONS = 4  # of a measurement, also if the batch is smaller
+MIN_QUESTIONS = 4  # of a measurement, even if the batch is smaller
 
 
 @dataclass
@@ -172,7 +172,7 @@ def measure(
 ) -> dict:
     """Measures one batch size and temperature: `--pairs` pairs of a run without drafts and one with them.
 
-    One pair more is run first and not counted. Returns a record of the results.
+    One more pair is run first and not counted. Returns a record of the results.
     """
     count = min(len(questions), max(batch, MIN_QUESTIONS))
     repeated = [question for question in questions[:count] for _ in range(flags.group)]

@@ -58,7 +58,8 @@ def write_settings(path: Path, name: str, episodes: int) -> dict:
     """Writes the settings of RL and returns their section [ppo].
 
     They are the model settings of the preset tiny, and the section [ppo] of the preset `name`. Its learning rate is
-    scaled to be the same share of SFT's as there, and max_steps gives about `episodes` episodes.
+    divided by the [sft] learning rate of that preset and multiplied by tiny's. Its max_steps gives about `episodes`
+    episodes.
     """
     tiny = preset("tiny")
     rl_preset = preset(name)
@@ -165,13 +166,14 @@ def main() -> None:
     flags = parser.parse_args()
     cpu = torch.device("cpu")
     conditions = records.provenance(Precision(resolve_dtype("auto", cpu), cpu))
-    settings = flags.work / f"{flags.preset}.toml"
-    settings.parent.mkdir(parents=True, exist_ok=True)
+    work = flags.work / f"{flags.preset}-{flags.episodes}"  # runs of other settings are others
+    work.mkdir(parents=True, exist_ok=True)
+    settings = work / "settings.toml"
     section = write_settings(settings, flags.preset, flags.episodes)
     runs = []
     for seed in flags.seeds:
-        world = Seed(flags.work, seed, settings)
-        world.begin(flags.work)
+        world = Seed(work, seed, settings)
+        world.begin(work)
         about = {"section": "drift", "seed": seed, "preset": flags.preset, "budget": flags.budget, "ppo": section}
         measured = {
             "cold_em": round(world.em("sft"), 4),

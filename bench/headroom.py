@@ -1,4 +1,4 @@
-"""Estimates what RL can gain with an adapter before it is trained, from sampled answers and the noise of gradients.
+"""Estimates, before any RL, what RL could gain with an adapter: from sampled answers and the noise of gradients.
 
     python -m bench.headroom --adapter runs/sft --data dev.jsonl --preset hotpotqa --temperature 0.7
     ... --questions 200 --num-generations 16    # more samples

@@ -72,9 +72,9 @@ def summary(rows: Sequence[Row], seed: int = 0) -> dict:
     """Returns the summary of the questions' answers. Exact matches are means over questions.
 
     all: exact match of greedy decoding, and of the mean, the majority and any of the samples
-    full_recall: the same for episodes that retrieved every gold paragraph. Other episodes have no vote. A question
-        without such a sample is left out, and so is one whose greedy episode is no such episode: hence two numbers of
-        questions.
+    full_recall: the same for episodes that retrieved every gold paragraph. Other episodes have no vote. The figures of
+        samples leave out questions without such a sample; that of greedy decoding leaves out questions whose greedy
+        episode is not such an episode. Hence there are two numbers of questions.
     over_greedy: the differences of majority and any from greedy decoding, with 95 % intervals by paired bootstrap over
         the questions
     mixed_groups: the share of questions that have right and wrong samples
@@ -263,5 +263,5 @@ def _gradient_tables(gradient: dict, count: int) -> list[str]:
 
 
 def _cell(value: float | None, digits: int = 3, missing: str = "-") -> str:
-    """Returns a number with so many decimal places, or `missing` for None."""
+    """Returns a number with `digits` decimal places, or `missing` for None."""
     return missing if value is None else f"{value:.{digits}f}"

@@ -1,4 +1,4 @@
-"""Counts the kernels that a card launches and the bytes that they move, for r3lite and for transformers + peft.
+"""Counts the kernels that a card runs and the bytes that they move, for r3lite and for transformers + peft.
 
     python -m bench.kernels                        # in bf16; JSON and a page under bench/results
     python -m bench.kernels --dtype fp32 --only decode sft nf4
@@ -79,7 +79,7 @@ def record(piece: Work, split: Split, size: str, dtype: torch.dtype) -> dict:
 def operators(split: Split) -> dict[str, list[float]]:
     """Returns the counts of each operator: kernels and MB of a layer, kernels and MB outside the layers.
 
-    The operators that move most bytes come first.
+    The operators that move the most bytes come first.
     """
     layer = split.layer
     outside = split.outside

@@ -165,7 +165,7 @@ def times(rows: list[dict]) -> str:
 
 
 def by_operator(row: dict) -> str:
-    """Returns the table of a record's operators; those that move most bytes come first."""
+    """Returns the table of a record's operators; those that move the most bytes come first."""
     titles = ("kernels a layer", "MB a layer", "kernels outside", "MB outside")
     return records.table(
         [

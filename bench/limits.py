@@ -1,4 +1,4 @@
-"""The upper limit that contestants are compared with: the useful operations of a training step, at a device's peak."""
+"""The speed limit that contestants are compared with: a training step's useful operations, at a device's peak speed."""
 
 import time
 from collections.abc import Callable
@@ -16,9 +16,9 @@ CPU_SIZE = 2048
 
 
 def products(operations: int, precision: Precision) -> Callable[[], float]:
-    """Returns a function that does so many floating-point operations as large square products.
+    """Returns a function that does `operations` floating-point operations, as products of large square matrices.
 
-    The function returns the seconds that they take.
+    The function returns the seconds that the operations take.
     """
     device = precision.device
     size = CUDA_SIZE if device.type == "cuda" else CPU_SIZE
@@ -41,7 +41,7 @@ def products(operations: int, precision: Precision) -> Callable[[], float]:
 
 
 def training_flops(base: int, head: int, adapters: int, layers: int, width: int, tokens: int) -> int:
-    """Returns the useful floating-point operations of a training step on a row of T = `tokens`.
+    """Returns the useful floating-point operations of a training step on a row of T tokens (`tokens`).
 
     `base`, `head` and `adapters` are numbers of weights. A product takes 2 operations per weight and token. A frozen
     weight is in two products: forward, and for the gradient of the input. A trained weight is in a third, for its own

@@ -57,7 +57,7 @@ def measure(engine: drafts.Timed, replayed: drafts.Replayed, theirs: peers.Turns
             assert sequence.tokens == transcript.tokens, "another episode was written"
 
     def peer(setting: tuple[int, int] | None) -> Callable[[], None]:
-        """Returns the work of transformers; None is without lookup."""
+        """Returns the work of transformers with a setting of LOOKUPS; None: without lookup."""
 
         def work() -> None:
             for transcript in transcripts:
@@ -65,7 +65,7 @@ def measure(engine: drafts.Timed, replayed: drafts.Replayed, theirs: peers.Turns
 
         return work
 
-    # The contestants: OURS, and the settings of transformers.
+    # The contestants: OURS, and the settings of transformers; None is without lookup.
     works = {OURS: ours, None: peer(None)} | {setting: peer(setting) for setting in LOOKUPS}
     seconds: dict = {contestant: [] for contestant in works}
     for pair in range(pairs + 1):

@@ -13,7 +13,7 @@ from r3lite.memory.known_models import INSTRUCT
 CARD = "RTX 3050 Laptop"
 SFT = ["--max-length", "1024"]
 GRPO = ["--algorithm", "grpo", "--adapter", "runs/sft"]
-LEFT_OUT = ("R1-Distill", "TinyLlama")  # models of the same size as another in the table, and an old one
+LEFT_OUT = ("R1-Distill", "TinyLlama")  # R1 distills are as large as other models in the table; TinyLlama is old
 PAGE = """\
 # Models
 

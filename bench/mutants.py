@@ -204,6 +204,8 @@ def main() -> int:
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
     names = arguments.only
     if arguments.survivors:
+        if not results:
+            parser.error(f"--survivors needs the results of an earlier run, {RESULTS}")
         names = [mutant["guard"] for mutant in results["last_run"]["not_noticed"]]
     if names is not None:
         mutants = [mutant for mutant in mutants if mutant.guard in names]

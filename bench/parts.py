@@ -2,8 +2,8 @@
 
 `ranges` marks calls of r3lite's functions with profiler ranges, each named after the part that the function belongs to.
 `seconds_by_part` adds up the time of the operators of each part. An operator belongs to the innermost range that it ran
-in. Operators of the backward pass are run by autograd outside these ranges: such an operator belongs to the range of
-the forward operator whose gradient it computes.
+in. In the backward pass, autograd runs most operators outside all ranges: such an operator belongs to the part of the
+forward operator whose gradient it computes.
 """
 
 import contextlib
@@ -108,7 +108,7 @@ def seconds_by_part(events: Iterable[Any], self_microseconds: Callable[[Any], fl
     """Returns the seconds of each part, from the profiler's events.
 
     `self_microseconds` returns an event's time without the time of the operators that it calls. `rank` is the rank of
-    the adapters: within one function it tells products with adapters from products with frozen weights.
+    the adapters, by which products with adapters are told from products with frozen weights in the same range.
     """
     part_of: dict[int, str] = {}  # id() of an event -> its part
     # (thread, sequence number) of a forward operator -> its part. The events of its gradient name the same pair.
@@ -148,7 +148,7 @@ def _part_of_operator(event: Any, part: str, rank: int) -> str:
     """Returns the part that an operator's time is added to. `part` is the part of its range.
 
     Copies are a part of their own, whatever their range. A product in the range of the adapters counts as one with
-    frozen weights if all its dimensions are larger than the rank of an adapter, or of a stack of them.
+    frozen weights if all its dimensions are larger than the ranks of MOST_STACKED adapters together.
     """
     if event.name == "aten::copy_":
         return COPIES

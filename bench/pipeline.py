@@ -5,7 +5,7 @@
 Each passage has four sentences that are drawn at random from the corpora, so that words are as frequent as in the
 corpora. The passages' vectors are random, with the encoder's dimension. Unless --rerank names a cross-encoder, one with
 random weights and the shape of ms-marco-MiniLM-L-6-v2 is used. Times depend neither on the values of vectors nor on
-those of weights. Queries come one at a time. The times are wall-clock times, as a user waits for all threads together:
+those of weights. Queries come one at a time. The times are wall-clock times, because that is what a user waits for. So
 nothing else should run on the machine.
 """
 
@@ -41,7 +41,7 @@ TOP_K = 5  # documents of a query
 RANKING_LENGTH = 100  # documents of the semantic and of the lexical ranking
 PASSAGE_SENTENCES = 4
 MILLISECONDS_PER_SECOND = 1000
-MAX_SENTENCE_LENGTH = 64  # longer sentences are divided
+MAX_SENTENCE_LENGTH = 64  # tokens; longer sentences are divided
 # The shape of ms-marco-MiniLM-L-6-v2.
 SHAPE = {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536}
 
@@ -85,7 +85,7 @@ def milliseconds(work, queries: list[str]) -> float:
 def measure(documents: list[Document], queries: list[str], encoder: BertEncoder, reranker: CrossEncoder) -> dict:
     """Returns the median milliseconds of a query: of its encoding, of both searches, of their fusion, and of all.
 
-    "hybrid" includes both searches, and "all" also the reranking.
+    "semantic" includes the encoding, "hybrid" both searches, and "all" also the reranking.
     """
     vectors = np.random.default_rng(0).standard_normal((len(documents), encoder.dimension), dtype=np.float32)
     flat = faiss.IndexFlatIP(encoder.dimension)

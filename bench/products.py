@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m bench.products
 
-Prints a table with the milliseconds of a product, as medians over TURNS turns; the two libraries take turns. In a
-network, weights come from memory and not from the cache. So each turn reads several copies of a weight one after the
-other, which together are larger than the cache.
+Prints a table with the milliseconds of a product, as medians over TURNS turns of each function; the two functions take
+turns. In a network, weights come from memory and not from the cache. So each turn reads copies of a weight one after
+the other, which together have at least COPIES_BYTES: more than the cache holds.
 """
 
 import math
@@ -21,7 +21,7 @@ from r3lite.models.linear import linear
 
 TURNS = 7
 TURN_SECONDS = 0.1  # the shortest duration of a turn
-COPIES_BYTES = 1 << 27  # all copies of a weight together
+COPIES_BYTES = 1 << 27  # at least this many in all copies of a weight together
 FP32_BYTES = 4
 MILLISECONDS_PER_SECOND = 1000
 WEIGHTS = {  # shapes (out, in)

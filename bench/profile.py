@@ -38,9 +38,10 @@ Work = Callable[[], dict[str, float] | None]  # returns the seconds of its stage
 
 
 def stages(folder: str, precision: Precision, new: int) -> dict[str, Callable[[], tuple[str, Work]]]:
-    """Returns a function for each stage of --only, which builds the work and returns its name in a sentence with it.
+    """Returns for each value of --only a function that builds the work, and returns its name and the work itself.
 
-    The work is built only when it is due, so that the models of other stages take no memory meanwhile.
+    The name can begin a sentence. The work is built only when it is due, so that the models of other work take no
+    memory meanwhile.
     """
     return {
         "sft": lambda: (f"An SFT step of {TOKENS} tokens", Ours(folder, precision).sft(TOKENS, "4GiB")),

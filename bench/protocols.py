@@ -66,7 +66,7 @@ def measure(name: str, seed: int, folder: Path, precision: Precision) -> dict:
 
 
 def page(runs: list[dict]) -> str:
-    """Returns the page in Markdown: a table with the scores of both stages, and one by the number of hops after RL."""
+    """Returns the page in Markdown: a table of the scores of both stages, and one after RL by number of hops."""
     rows = []
     rows_by_hops = []
     for run in runs:

@@ -5,13 +5,14 @@
     ... --then rag-sft rl --cross-fit              # after the cold start: plain RAG fine-tuned, then RL on both halves
     ... --flags sft="--epochs 2" rag="--top-k 5"   # more flags for commands or kinds of stages
 
-All stages of one run of this bench are called a way. Each stage runs a command of r3lite, with its output in the folder
---output. A stage whose result exists already is not run again. So the same command continues a way that was stopped; it
-may name more stages in --then and --baselines than before.
+The stages of one run of this bench are together called a way. Each stage runs a command of r3lite, with its output in
+the folder --output. A stage whose result exists already is not run again. So the same command continues a way that was
+stopped; it may name more stages in --then and --baselines than before.
 
-No question of a dev file is trained on. RL and the self round ask an adapter only questions whose demonstrations it was
-not trained on (Settings.models_of_stage). When a way is complete, fails or is interrupted, it is added to
-bench/results/recipe.json as one run, and bench/recipe_page.py writes the page bench/results/recipe.md.
+No question of a dev file is trained on. In the self round (SFT on demonstrations and on trajectories that two adapters
+sampled) and in RL, an adapter is asked only questions whose demonstrations it was not trained on
+(Settings.models_of_stage). When a way is complete, fails or is interrupted, it is added to bench/results/recipe.json as
+one run, and bench/recipe_page.py writes the page bench/results/recipe.md.
 """
 
 import hashlib
@@ -140,7 +141,7 @@ class Way:
     def evaluate(self, label: str, model_flags: list[str], *kinds: str) -> None:
         """Evaluates a model or baseline on the dev questions of each set, and compares it with others.
 
-        It is compared with plain RAG and the cold start. `kinds`: the kinds of --flags that apply besides "evaluate".
+        The others are those of `comparisons`. `kinds`: the kinds of --flags that apply besides "evaluate".
         """
         settings = self.settings
         limit = ["--limit", str(settings.limit)] if settings.limit else []
@@ -162,7 +163,7 @@ class Way:
     def comparisons(self, label: str, name: str) -> dict[str, Path]:
         """Returns the folders of a model's comparisons on a set, by the label of the reference.
 
-        The references are plain RAG and the cold start, as far as they are part of the way.
+        The references are plain RAG, if it is among the baselines, and for trained models also the cold start.
         """
         folders = {}
         if label != "rag" and "rag" in self.settings.baselines:
@@ -370,7 +371,7 @@ class Way:
 def half_of(question: str, seed: int) -> int:
     """Returns the half of the questions, 1 or 2, that a question belongs to.
 
-    It depends only on the seed and on the text, without case, articles and spacing. So it is the same in all files.
+    It depends only on the seed and on the normalized text (see question_key). So it is the same in all files.
     """
     digest = hashlib.sha256(f"{seed}/{question_key(question)}".encode()).digest()
     return 1 + digest[0] % 2
@@ -405,8 +406,8 @@ def amounts(output: Path) -> dict[str, int]:
 def start_or_continue(folder: Path, settings: Settings, precision: Any) -> dict:
     """Returns the conditions (see records.provenance) under which the way in a folder was started.
 
-    A new way is started now, and its settings and conditions are stored. Raises R3LiteError if the way was started with
-    other settings.
+    If the folder has no way yet, stores the settings and the current conditions. Raises R3LiteError if the way was
+    started with other settings; CHANGEABLE_SETTINGS may differ.
     """
     path = folder / "recipe.json"
     new_settings = json.loads(json.dumps(vars(settings)))

@@ -100,7 +100,10 @@ def costs(run: dict) -> list[dict]:
 
 
 def title(label: str) -> str:
-    """Returns the name of a baseline or a trained model on the page. A label such as "half1-rl" joins two titles."""
+    """Returns the name of a baseline or a trained model on the page.
+
+    The name for a label such as "half1-rl" joins the names of its two parts.
+    """
     single_title = BASELINES.get(label) or MODEL_TITLES.get(label)
     return single_title or ", then ".join(MODEL_TITLES[part] for part in label.split("-"))
 

@@ -1,6 +1,6 @@
 """The flags of bench.recipe, the settings that are read from them, and the models that the settings lead to.
 
-A "way" is one run of bench.recipe with all its stages, see there.
+A "way" is all stages of one run of bench.recipe.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Settings:
     weights: dict[str, float]  # name of a set -> its weight among the trajectories of SFT
     preset: str
     seed: int
-    limit: int | None  # only the first so many dev questions of each set are evaluated; None: all
+    limit: int | None  # the number of dev questions of each set that are evaluated, the first ones; None: all
     then: tuple[str, ...] = ()  # stages after the cold start, from LATER_STAGES
     baselines: tuple[str, ...] = tuple(BASELINES)
     cross_fit: bool = False  # RL: also with the halves exchanged, and the mean of both adapters

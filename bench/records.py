@@ -19,7 +19,7 @@ from r3lite.devices import machine
 from r3lite.devices.precision import Precision, dtype_name
 
 NOT_RECORDED = "not recorded"
-CONDITIONS = ("precision", "processor", "threads")  # a range is over runs in which these fields are equal
+CONDITIONS = ("precision", "processor", "threads")  # `ranges` groups runs in which these fields are equal
 # The packages whose versions are recorded.
 PACKAGES = ("torch", "transformers", "peft", "trl", "sentence-transformers")
 ROOT = Path(__file__).parent.parent
@@ -88,7 +88,7 @@ def read(path: Path) -> list[dict]:
 def keep(folder: Path, device: str, bench: Bench, run: dict) -> None:
     """Adds a run to the bench's JSON file, and writes the bench's page again.
 
-    May be called again while the run goes on: a run with the same section and date replaces its earlier state.
+    May be called again while the run goes on: the run then replaces the stored run with the same section and date.
     """
     path = folder / f"{bench.name}-{device}.json"
     write_text(path.with_suffix(".md"), markdown(bench, add(path, run)))

@@ -66,7 +66,7 @@ def standard_deviations(d: int) -> np.ndarray:
 
 
 def prepare(folder: Path, count: int, d: int) -> None:
-    """Writes `count` vectors of dimension d in fp32 and fp16, the queries, and the indices of each one's K nearest.
+    """Writes `count` vectors of dimension d in fp32 and fp16, the queries, and the indices of each query's K nearest.
 
     The nearest vectors are found by brute force. They are updated after each block of vectors, so that the scores of
     all vectors are never in memory together.

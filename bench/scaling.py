@@ -16,7 +16,7 @@ from bench.contests import RL_PROMPT, Ours, rl_round
 from r3lite.devices.precision import Precision
 
 GROUPS = (2, 4, 8)  # episodes of a GRPO round
-NEW = 32  # tokens sampled in a round, and after a context
+NEW = 32  # tokens sampled in each episode of a round, and after a context
 CONTEXTS = (128, 512, 2048)  # tokens of a prompt
 ROWS = (256, 512, 1024)  # tokens of a row of SFT
 SFT_BUDGET = "4GiB"
@@ -115,7 +115,7 @@ class RandomEncoder:
 
 
 def search(passages: int) -> Callable[[], float]:
-    """Returns a function that searches an index of so many passages, and returns the mean seconds of a query.
+    """Returns a function that searches an index of `passages` passages, and returns the mean seconds of a query.
 
     Each search has QUERIES queries.
     """

@@ -25,7 +25,7 @@ import httpx2 as httpx
 SIMULTANEOUS = 16  # questions or requests at a time
 WARM_UP_REQUESTS = 300  # of the crowd, before its memory is measured
 CROWD_REQUESTS = 1000
-CROWD_QUESTIONS = 64  # the crowd's requests draw from so many questions
+CROWD_QUESTIONS = 64  # questions that the crowd's requests draw from
 DISCONNECTING_SHARE = 0.05  # of the crowd's requests
 LARGE_SHARE = 0.05
 MALFORMED_SHARE = 0.05

@@ -41,7 +41,7 @@ NORM_MEAN = 1  # of a norm's weights; the mean of all others is 0
 WEIGHT_STD = 0.02
 ABSMAX_SCALE = 1e-4
 ABSMAX_MEAN = 0.03
-SAFETENSORS_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header, in so many bytes
+SAFETENSORS_LENGTH_BYTES = 8  # a safetensors file begins with the length of its header, which takes this many bytes
 
 
 def tensor_shapes(shape: ModelConfig) -> Iterator[tuple[str, torch.Size, torch.dtype]]:

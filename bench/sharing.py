@@ -93,9 +93,9 @@ def prompts_alone(sequences: list[Sequence], group: int) -> int:
 
 
 def measure(engine: Counted, flags: argparse.Namespace) -> dict:
-    """Runs --pairs times a shared and an own-rows round, and returns the record of the results.
+    """Runs --pairs pairs of a shared and an own-rows round, and returns the record of the results.
 
-    A first, warm-up pair is not counted.
+    One more pair is run first, to warm up, and not counted.
     """
     questions = read_questions(shipped("data", "world", "train.jsonl"), flags.questions)
     retrieve = build_retriever(Setup(engine_config(flags).retrieval, questions))

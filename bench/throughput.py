@@ -1,4 +1,4 @@
-"""Compares the speed of decoding, prefill, SFT and GRPO and PPO steps with transformers + peft and TRL.
+"""Compares r3lite's speed of decoding, prefill, SFT and GRPO with transformers + peft and TRL; also times PPO steps.
 
     python -m bench.throughput --models DIR                      # everything that is installed
     python -m bench.throughput --only decode sft --repeats 5
@@ -14,7 +14,7 @@ SFT has a memory budget of 4 GiB. The peers train with and without activation ch
 transformers and with that of TRL's SFTTrainer. r3lite is compared with the fastest peer whose peak memory is within the
 budget.
 
-Two further rows show limits. The floor of decoding is the time of only the matrix products: of the same weights with
+Two further rows show limits. The floor of decoding is the time of its matrix products alone, with the same weights and
 the same number of rows. `of floor` is the share of the floor's speed that a contestant reaches. The peak of SFT is the
 time of large matrix products with as many operations as the step needs (see limits.training_flops). `of peak` is the
 share of the peak's speed that a contestant reaches.

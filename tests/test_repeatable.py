@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.stress.fault_cases import CASES_BY_NAME
+from bench.stress.fault_cases import ALGORITHM_FLAGS, CASES_BY_NAME
+from r3lite.rl.algorithms import ALGORITHMS
 
 ROOT = Path(__file__).parent.parent
 FAST = ["sft", "ppo, grpo", "collect, gold", "index, build", "index, add", "export, folder", "prepare", "report"]
@@ -36,3 +37,7 @@ def written(work: Path, threads: int, seed: int, cases: list[str]) -> dict[str, 
 def test_twice_is_the_same_to_the_bit(tmp_path, threads, cases):
     one, other = (written(tmp_path, threads, seed, cases) for seed in (1, 2))
     assert one == other and all(one.values())
+
+
+def test_the_bench_of_faults_kills_every_algorithm():
+    assert set(ALGORITHM_FLAGS) == set(ALGORITHMS)

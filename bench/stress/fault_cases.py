@@ -23,7 +23,8 @@ RL_SIZES = "--batch-size 2 --num-generations 3 --mini-batch-size 3 --update-epoc
 RL_FLAGS = f"{RL_SIZES} --max-steps 2 --save-every 1 --max-new-tokens 48 --max-hops 2 --warmup 0"
 # For algorithms that replay their own earlier episodes: replay begins at once, and takes poor episodes, too.
 REPLAY_FLAGS = "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05"
-# Flags of each RL algorithm. They turn on what it carries from round to round, and so has to restore after a kill.
+# Flags of the RL algorithms that are tried. They turn on what an algorithm carries from round to round, and so has to
+# restore after a kill.
 ALGORITHM_FLAGS = {
     "ppo": "--value-clip none --kl-beta 0.05 --kl-target 0.01",
     "grpo": "--old-logprobs trainer --importance-cap 2 --refill-limit 2",
@@ -32,13 +33,15 @@ ALGORITHM_FLAGS = {
     "gspo": "--update-epochs 2",
     "rloo": "--kl-beta 0.05 --kl-target 0.01 --lora-plus-ratio 8",
     "reinforce++": "--kl-beta 0.05",
+    "reinforce++-baseline": "--kl-beta 0.05 --kl-target 0.01",
     "luffy": "--trace-share 1 --old-logprobs trainer --kl-target 0.01",
     "exgrpo": f"{REPLAY_FLAGS} --max-steps 3 --limit 2",
     "hybrid": f"{REPLAY_FLAGS} --trace-min-outcome 1 --max-steps 3 --limit 2",
     "dgpo": "--teacher tiny --nf4-cache none --kl-beta 0.05 --expand-limit 3",
     "verifree": "--kl-budget 0.01",
 }
-DEMONSTRATED = {"luffy": "--traces", "hybrid": "--traces", "verifree": "--contexts"}  # flags of files of trajectories
+# Algorithm -> the flag that passes it a file of trajectories.
+DEMONSTRATED = {"luffy": "--traces", "hybrid": "--traces", "verifree": "--contexts"}
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,7 @@ class Case:
         self.fill_output(fixtures, output)
 
 
-# Each of the following functions returns the arguments of a command, or a function that returns them.
+# Most of the following functions return the arguments of a command, or a function that returns them.
 
 
 def _rl(algorithm: str, *flags: str, judge: bool = False) -> Callable[[Path, Path, str], list[str]]:

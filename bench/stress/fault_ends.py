@@ -83,7 +83,7 @@ def run_ends(bench: Bench, only: tuple[str, ...] = ("",)) -> None:
 
 
 def full_disk(bench: Bench, case: Case) -> None:
-    """Runs a case on a file system that is too small, enlarges that, and resumes the case. Needs root to mount it."""
+    """Runs a case on a file system that is too small, enlarges it, and resumes the case. Mounting it needs root."""
     reference = bench.reference(case)
     case.reset(bench.fixtures, bench.output)
     arguments = case.arguments(bench.fixtures, bench.output, bench.server.url)
@@ -261,7 +261,10 @@ def not_numbers(bench: Bench) -> None:
 
 
 def spoil_tensor(value: float, name_part: str) -> Callable[[Path], None]:
-    """Returns a function that sets one number of the first tensor of a file whose name contains `name_part`."""
+    """Returns a function that puts `value` into a file of tensors.
+
+    It replaces one number of the first tensor of floats whose name contains `name_part`.
+    """
 
     def change(path: Path) -> None:
         tensors = safetensors.torch.load_file(path)
@@ -325,7 +328,7 @@ def nan_reward(bench: Bench) -> None:
 def server_killed(bench: Bench) -> None:
     """Kills r3lite.serve by SIGKILL while it answers and caches query vectors, and starts it again at the same port.
 
-    It must then answer as before and leave no other files. At last SIGTERM must end it cleanly.
+    It must then answer as before, and leave no files but the cache. In the end SIGTERM must end it cleanly.
     """
     if encoder_folder() is None:
         return
@@ -400,7 +403,7 @@ def _start_server(command: list[str], log: Path) -> subprocess.Popen:
 
 
 def _ask(url: str, question: str, **fields: str) -> dict | None:
-    """Returns the reply of the server to a question; None if it was killed meanwhile."""
+    """Returns the reply of the server to a question; None if the server was killed meanwhile."""
     body = json.dumps({"query": question, "mode": "search"} | fields).encode()
     request = urllib.request.Request(url, body, {"content-type": "application/json"})
     try:

@@ -1,8 +1,9 @@
 """Runs a command in a forked process and injects a fault (kill, full disk, ...) at a chosen moment of the run.
 
-Moments are events that are counted from 0: each change to a file in the watched folder (seen by Python's audit events),
-each fsync, each sampled token, optimizer step, request to a server and write to a cache. A kill at moment N thus hits
-the same point of every run, and can fall between two writes without luck.
+Moments are events that are counted from 0. In the watched folder they are fsync and each opening of a file for writing,
+renaming, removal and the like (seen by Python's audit events or, for native code, by wrapped functions). Everywhere
+they are each batch of sampled tokens, optimizer step, request to a server, reply from it and write of query vectors. A
+kill at moment N thus hits the same point of every run, and can fall between two writes without luck.
 
 Commands run in forks of this process, because importing torch takes longer than the commands themselves. Nothing may
 compute with torch before the fork: PyTorch's threads do not exist in the child. POSIX only.
@@ -80,7 +81,8 @@ NATIVE_WRITERS = (
     ("r3lite.retrieval.building", None, "write_vectors", "vectors"),
     ("r3lite.retrieval.index", None, "write_vectors", "vectors"),
 )
-# Kinds of moments that work without free disk space: the first four write no file, the others free space.
+# Kinds of moments that work without free disk space: the first four write no file themselves (each file that is opened
+# meanwhile is a moment of its own), the others free space.
 NEED_NO_SPACE = ("sample", "update", "request", "reply", "remove", "rmdir")
 
 CAPABILITY_VERSION_3 = 0x20080522  # _LINUX_CAPABILITY_VERSION_3 of linux/capability.h
@@ -96,7 +98,7 @@ class Fault:
         torn: SIGKILL, after the file that the previous moment opened or wrote was truncated at a random length.
         full: from this moment on, writes fail as on a full disk (ENOSPC). Removing files still works.
         readonly: from this moment on, writes fail for lack of permission (EACCES). Removing files still works.
-        locked: all folders become read-only by chmod. Root needs an unprivileged run to be stopped by that.
+        locked: all folders become read-only by chmod. That stops root only in an unprivileged run.
         pause: the run waits until `resume_file` exists, at most RUN_LIMIT seconds.
         clock: the wall clock of the process jumps back by one day.
     """
@@ -236,7 +238,7 @@ class MomentWatcher:
         self.fault = fault
         self.log = os.open(log, os.O_WRONLY | os.O_APPEND)
         self.count = 0  # moments so far
-        self.active = True  # False while a moment is handled: what that does is no moment
+        self.active = True  # False while a moment is handled: the handling itself causes no moments
         self.writes_fail = False  # since a fault `full` or `readonly`
         # Path of the file that the last moment opened for writing, and its size at that time: a torn file keeps at
         # least that much. None if the last moment opened no file.

@@ -38,7 +38,7 @@ SECOND_KILL_SHARE = 0.3  # share of the kills after which the resumed run is kil
 TORN_SHARE = 0.5  # share of the kills that also truncate the file that was open
 KILL_FAULTS = ("kill", "torn", "timed")
 OTHER_FAULTS = ("full", "readonly", "locked", "clock")
-# Share of a case in the kills: fewer for cases that are similar to others, or short.
+# Weights by which the kills are divided among the cases: less for cases that are similar to others, or short.
 DEFAULT_WEIGHT = 3
 WEIGHTS = {"sft, spans": 1, "sft, nf4 cache": 2, "report": 1, "collect, gold": 2}
 # Case, kind of fault, and its moment as a share of all moments.

@@ -5,7 +5,7 @@ import json
 import re
 from pathlib import Path
 
-# Keys of JSON files: times, counts of one process, and whether the run was resumed.
+# Keys of JSON files that are left out: times, counts of one process, and whether the run was resumed.
 NOT_COMPARED = ("seconds", "judge", "resume")
 REPORT_DATE = "2026-01-01 at 00:00:00"  # the form of the date in a report, which follows "written on "
 
@@ -26,7 +26,7 @@ def content(folder: Path) -> dict[str, object]:
 
 
 def _read(path: Path) -> object:
-    """Returns what of a file must be the same in every run, in a form that depends on the file."""
+    """Returns the part of a file's content that must be the same in every run, as a type that suits the file."""
     if path.name in ("metrics.jsonl", "episodes.jsonl"):
         return [_without_times(json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
     if path.name == "spans.jsonl":  # all its values are times; the number of spans of each step is the same

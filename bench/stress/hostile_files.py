@@ -39,7 +39,8 @@ F16 = 1
 BF16 = 30
 COUNTS_SIZE = 20  # bytes between the magic and the first key: the version (4), the counts of tensors and keys (8 each)
 TEXTS = ("", "2", "x" * 5000, "\0", "é", "none", "llama", "gpt2", "{% for x in y %}", "a b", "\u202e")
-# Parts of the keys that change what a model computes: a file in which such a key is wrong may be read as another model.
+# Parts of the names of keys that change what a model computes. A file in which such a key is wrong may be read as
+# another model.
 MEANINGFUL = ("freq_base", "epsilon", "head_count", "tokenizer.", "context_length", "general.architecture", "length")
 QUESTION = "Who wrote the book of 1901, and when? 漢字"
 
@@ -73,7 +74,7 @@ class GgufHeader:
     version: int = 3
     more_keys: int = 0  # by how many the written count of keys is too high
     more_tensors: int = 0  # by how many the written count of tensors is too high
-    alignment: int = 32  # the data begin at a multiple of so many bytes
+    alignment: int = 32  # the data begin at a multiple of this many bytes
     text_growth: int = 0  # by how many bytes the written length of the first text is too high
 
     def encoded(self) -> bytes:

@@ -60,13 +60,13 @@ PASSAGE = Document("d1", "The book", "Ann wrote it in 1901.", metadata=(("year",
 STEPS = (Step.asking("I look it up.", "author of the book", [PASSAGE]), Step("Ann wrote it.", answer="Ann, 1901"))
 FACTS = {"--model": "tiny", "--temperature": "1.0"}
 ADAPTER = AdapterFiles(b"{}\0weights")
-# By path the sound replies that do not depend on the request.
+# The sound replies that do not depend on the request, by path.
 SOUND_REPLIES = {
     "/version": {"adapter": ADAPTER.version, "dtype": "fp32", "facts": FACTS},
     "/v1/models": {"object": "list", "data": [{"id": "tiny", "root": "tiny", "max_model_len": 4096}]},
     "/v1/load_lora_adapter": "loaded",
 }
-# Headers of replies. Most replies have none, else hardly any body would be read.
+# Additional headers of replies. Most replies have none: otherwise hardly any body would be read.
 HEADERS = (
     {}, {}, {}, {}, {}, {}, {}, {}, {"content-type": "application/json; charset=zlib"},
     {"content-type": "application/json; charset=hex"}, {"content-type": "text/plain; charset=utf-16"},
@@ -314,7 +314,7 @@ class ToWorker:
     def flaw_afterwards(self, path: str) -> str:
         """Sends the sound request; returns what is wrong with the reply, "" if nothing is.
 
-        After a request for episodes, which takes long to check, this is done for one request of ten. After another
+        After a request for episodes this is done only one time in ten, because such requests take long. After any other
         request the sound adapter is sent first, since the worker may have taken the adapter of the request.
         """
         self.count += 1

@@ -2,7 +2,7 @@
 
     python -m bench.stress.repeated --work FOLDER --threads 2 sft "index, build"
 
-Both processes must use the same folder, one after the other, because written files contain paths of it.
+Both processes must use the same folder, one after the other, because written files contain its path.
 """
 
 import argparse

@@ -7,10 +7,10 @@
 What is an error on a real card is an error here: operators that mix devices, `.numpy()` of a tensor of the device, a
 generator of the other device, and during the capture of a graph all that cannot be captured.
 
-The card counts kernels with the bytes that they read and write, copies, and waits of the host with the functions of
-r3lite that wait. A graph records the operators that run while it is captured; a replay runs them again on the same
-memory. Live tensors take memory of the card, which is limited. Work that misses a wait between two streams is an error
-(simulation/streams.py).
+The card counts kernels and the bytes that they read and write, copies, and waits of the host, each with the functions
+of r3lite that were running. A graph records the operators that run while it is captured; a replay runs them again on
+the same memory. Live tensors take memory of the card, which is limited. Work that should have waited for another stream
+is an error (simulation/streams.py).
 
 An operator counts as one kernel, unless it is a view or an allocation. A composite operator, which PyTorch computes by
 other operators on every device (logsumexp, for example), counts as those operators.
@@ -297,7 +297,7 @@ class SimulatedCuda:
         return result
 
     def _allocate(self, size: int) -> None:
-        """Raises OutOfMemoryError if so many bytes are not free, or if this allocation is to fail."""
+        """Raises OutOfMemoryError if `size` bytes are not free, or if this allocation is to fail."""
         self.initialized = True
         fails = self.memory.live + size > min(self.free, int(self.share * self.total))
         if self._allocations_left is not None:

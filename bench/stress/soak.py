@@ -50,9 +50,9 @@ REQUESTS = 20_000  # to serve
 CLIENTS = 8  # of serve, at once
 REMOTE_ROUNDS = 200  # of workers
 LIVE_ROUNDS = 300  # of live-ppo and live-grpo
-WARM_UP_ROUNDS = 4  # first rounds of these, which are left out
-MAX_DRIFT = 1.0  # MiB by which the live tensors of these may vary
-SHOWN_SNAPSHOTS = 20  # about so many of all snapshots are saved with the results
+WARM_UP_ROUNDS = 4  # first rounds of live-ppo and live-grpo, which are left out
+MAX_DRIFT = 1.0  # MiB by which the live tensors of live-ppo and live-grpo may vary
+SHOWN_SNAPSHOTS = 20  # about this many of all snapshots are saved with the results
 
 
 def sft(folder: Path, total: int) -> list[Snapshot]:

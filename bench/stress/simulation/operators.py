@@ -82,7 +82,7 @@ def is_kernel(function: OpOverload) -> bool:
 
 @functools.cache
 def composite_key(function: OpOverload) -> torch._C.DispatchKey | None:
-    """Returns the key of the implementation that computes an operator by other operators; None if devices have kernels.
+    """Returns the key of the implementation that computes an operator by others; None if it counts as a kernel.
 
     Three kinds of operators have such an implementation, or may have it, but count as kernels: operators on lists of
     tensors, which only a CPU computes tensor by tensor; copies; and the norm of models/functions.py (namespace r3lite),

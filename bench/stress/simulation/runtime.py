@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def is_cuda(device: Any) -> bool:
-    """Returns whether an argument of `to` or `device=` names the device. A number without a type does."""
+    """Returns whether an argument of `to` or `device=` names the device. A bare device index does."""
     return device is not None and torch.device(device).type == "cuda"
 
 
@@ -340,7 +340,8 @@ class CardStream(Stream):
 class CardEvent(Event):
     """An event of the card, with the methods of torch.cuda.Event.
 
-    Its time is the time that the kernels counted until it is recorded need to move their bytes at BANDWIDTH.
+    Its time is computed from the kernels that were counted before it was recorded: it is the time in which their bytes
+    are moved at BANDWIDTH.
     """
 
     def __init__(self, card: Card, enable_timing: bool = False, **_: Any):

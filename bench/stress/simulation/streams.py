@@ -1,9 +1,9 @@
 """Streams and events of the simulated device, and the check that streams wait for each other where they must.
 
-The simulated device runs all work at once when it is queued, so results are right even if a wait is missing. On a real
-card the result would then depend on the speed of the streams. To find missing waits, every stream counts the pieces of
-work that are queued on it, and records how many pieces of every other stream are finished before its own next piece.
-The host counts as a stream, too.
+The simulated device runs each piece of work as soon as it is queued, so results are right even if a wait is missing. On
+a real card the result would then depend on the speed of the streams. To find missing waits, every stream counts the
+pieces of work that are queued on it, and records how many pieces of every other stream are finished before its own next
+piece. The host counts as a stream, too.
 
 Unordered is raised if work uses memory that another stream may still be writing, if work writes memory that another
 stream may still be reading, and if memory is freed that another stream may still be using.
@@ -80,7 +80,7 @@ class Use:
     # Of device memory: the stream that allocated it. The allocator reuses freed memory for tensors of the same stream.
     home: Stream | None = None
     writer: Piece | None = None  # the last piece that wrote the memory
-    readers: dict[Stream, int] = field(default_factory=dict)  # by stream: the number of its last piece that read since
+    readers: dict[Stream, int] = field(default_factory=dict)  # by stream: number of its last read since `writer`
     recorded: set[Stream] = field(default_factory=set)  # by record_stream: memory is reused only after their work
 
     def free(self) -> None:

@@ -1,8 +1,8 @@
-"""Compares the speed of SFT in two checkouts of r3lite: `python -m bench.ranks OLD_CHECKOUT [NEW_CHECKOUT]`.
+"""Compares the speed of SFT in two checkouts of r3lite: `python -m bench.checkouts OLD_CHECKOUT [NEW_CHECKOUT]`.
 
-Starts one trainer for each checkout, which trains the tiny checkpoint in one process. The trainers take steps in turn,
-so that other load on the machine slows both alike. Two steps, one of each trainer, are a pair. Prints the median and
-the quartiles over the pairs of (CPU seconds of the old step) / (CPU seconds of the new step).
+Starts one process for each checkout, in which the checkout's trainer trains the tiny model. The trainers take steps in
+turn, so that other load on the machine slows both alike. Two steps, one of each trainer, are a pair. Prints the median
+and the quartiles, over the pairs, of (CPU seconds of the old step) / (CPU seconds of the new step).
 """
 
 import statistics
