@@ -1,1 +1,1 @@
-"""Checks of whether r3lite is right on a device: what `doctor` runs, and the tests of a card."""
+"""Checks that r3lite computes correctly on a device. `doctor` and the tests of a card run them."""

@@ -31,8 +31,8 @@ def usable(precision: Precision) -> Finding:
 def _built_for(capability: tuple[int, int]) -> Finding:
     """Checks whether PyTorch's build has kernels for a compute capability (major, minor).
 
-    Kernels for the same or a lower minor version of the same major version run (`sm_80`), and so does code for any
-    lower version that the driver compiles (`compute_80`).
+    Kernels (`sm_80`) run if they are for the same major version, and for the same or a lower minor version. Code that
+    the driver compiles (`compute_80`) runs if it is for the same or any lower version.
     """
     major, minor = capability
     version = 10 * major + minor
@@ -132,10 +132,11 @@ def beside_tensors(
     driver: dict[str, str],
     measured: dict[str, float],
 ) -> Finding:
-    """Compares the memory of the card that is not tensors with what plans reserve for it, part by part.
+    """Compares the memory of the card that is not tensors with what plans reserve for it.
 
-    Runs after all other checks. `driver` are the driver's facts from before CUDA was used (`machine.ask_driver`).
-    `measured` has the figures of the other checks.
+    The message names each part; what is judged is the sum of the parts, without fragmentation. Runs after all other
+    checks. `driver` are the driver's facts from before CUDA was used (`machine.ask_driver`). `measured` has the figures
+    of the other checks.
     """
     if precision.device.type != "cuda":
         return skipped("for CUDA GPUs only")

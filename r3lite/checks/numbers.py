@@ -39,7 +39,8 @@ WRONG_BUILD = "This PyTorch computes wrong numbers here: install another build, 
 # Largest mean error of a product with NF4 weights, as a share of the product's mean size. It comes from rounding the
 # weights, inputs and outputs to the dtype. Measured on a CPU: 0 in fp32, 4e-4 in fp16, 3e-3 in bf16.
 NF4_BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}
-# Largest root mean square error of quantizing weights whose standard deviation is 1. Normally distributed ones: 0.092.
+# Largest root mean square error allowed when weights with a standard deviation of 1 are quantized. It is 0.092 if they
+# are normally distributed.
 NF4_ERROR = 0.11
 
 
@@ -178,7 +179,8 @@ def graphs(precision: Precision, capture: Callable | None = None) -> Finding:
 def _cosine_and_pools(precision: Precision, capture: Callable | None) -> tuple[float, float]:
     """Returns the lowest cosine between hidden states with and without graphs, and MiB of the graphs' memory pools.
 
-    The cosine is -1 if the decoder gave graphs up, or captured other graphs than BUCKETS.
+    The cosine is -1 if the decoder gave graphs up, or captured other graphs than BUCKETS, or if a hidden state of the
+    drafts is not finite.
     """
     model = tiny(precision, adapted=True)
     row = sentences()[0]

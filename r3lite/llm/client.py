@@ -51,8 +51,8 @@ def make_service(settings: JudgeSettings) -> Service:
 class CachingClient(ABC):
     """Returns replies in the order of the requests, from a cache if they are there, and counts them.
 
-    A subclass defines how the others are asked (`_ask_all`), and what a reply depends on beside the request
-    (`circumstances`).
+    A subclass defines how the model is asked for the other replies (`_ask_all`), and what a reply depends on beside the
+    request (`circumstances`).
     """
 
     circumstances: dict
@@ -214,8 +214,8 @@ class Client(CachingClient):
     def _has_another_way(self, reason: str, changes: int) -> bool:
         """Returns whether a refused request is to be asked again, because the way of asking has changed.
 
-        Either another thread has changed it since the request was sent, when `changes` was the number of changes, or
-        the service changes it now.
+        Either another thread has changed it since the request was sent, or the service changes it now. `changes` is the
+        number of changes before the request was sent.
         """
         with self._lock:
             if self._changes > changes:  # another thread was refused and changed the way

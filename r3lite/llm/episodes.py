@@ -2,8 +2,8 @@
 
 from r3lite.core.episode import Document, Episode
 
-DOCUMENT_LENGTH = 512  # characters of a document that are shown, as in R3-RAG (arXiv 2505.23794)
-TEXT_LENGTH = 2000  # characters of a question, an analysis, a query or an answer
+DOCUMENT_LENGTH = 512  # characters shown of a document's title and of its text, as in R3-RAG (arXiv 2505.23794)
+TEXT_LENGTH = 2000  # characters shown of any other text
 
 
 def described(episode: Episode) -> dict:

@@ -1,7 +1,7 @@
 """The HTTP client of remote models, retrievers and rollout servers.
 
-Replies are bounded, and every fault is one of a few errors. `Link` asks servers that speak JSON and need no key of a
-user's account.
+Replies are bounded, and every fault is one of a few errors. `Link` asks servers of JSON: retrievers, web search and
+rollout servers.
 
 The HTTP library is the one that google-genai and huggingface_hub use: httpx2, or httpx where an older version of these
 packages is installed.
@@ -116,7 +116,7 @@ class Link:
         self._keys = [value.removeprefix("Bearer ") for value in (headers or {}).values()]
 
     def text(self, path: str = "", content: dict | bytes | None = None) -> str:
-        """Returns the reply to a POST of `content`, JSON or bytes; to a GET without content. Raises Unanswered."""
+        """Returns the body of the reply to a POST of `content`, or to a GET if it is None. Raises Unanswered."""
         method = "GET"
         body = {}
         if content is not None:

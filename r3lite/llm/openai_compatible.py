@@ -56,14 +56,14 @@ class OpenAIService(Service):
         if self.settings.judge_temperature is not None:
             body["temperature"] = self.settings.judge_temperature
         headers = {"authorization": f"Bearer {self.secret}"} if self.secret else {}
-        timeout = self.settings.judge_timeout  # of each read; the whole call has the same
+        timeout = self.settings.judge_timeout  # of each read; the whole call has the same limit (`Calls`)
         response = await self._client.post(self._address, json=body, headers=headers, timeout=timeout)
         return response.text
 
     def read_answer(self, body: str, prompt_tokens: float, limit: int) -> Answer:
         """Returns what the body says, as `Service.read_answer` does.
 
-        Counts of tokens that are missing or zero are replaced by estimates.
+        A count of tokens that is missing, zero or no count is replaced by an estimate.
         """
         reply = Record(parse(body), Source("the reply"))
         usage = reply.record("usage")

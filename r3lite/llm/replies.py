@@ -127,7 +127,7 @@ def parse(text: str, request: Request) -> Reply:
 
 
 def _json_of(text: str) -> str:
-    """Returns a text without thoughts before it, and without the fences of a block."""
+    """Returns the part of a reply that should be JSON: what a fenced block holds, or else all that follows thoughts."""
     body = text.strip()
     if body.startswith(("{", "[")):
         return body

@@ -1,4 +1,4 @@
-"""Calls that end for sure: after a total time, or at once if the run stops. And the errors that end them.
+"""Calls that are sure to end: after a total time, or at once if the run stops; and the errors that they raise.
 
 Limits on each read are not enough: a server may send a byte at a time. Knows no model, no key and no HTTP.
 """
@@ -31,8 +31,8 @@ class Stopped(Exception):
 class NoReply(Exception):
     """A call without a reply that can be used.
 
-    Its `kind` is timeout, connection, too_large or, for a reply with another status than 200, status; then its text is
-    the body of the reply. `sent` is False if the request never left.
+    Its `kind` is "timeout", "connection", "too_large" or, for a reply with another status than 200, "status"; then its
+    text is the body of the reply. `sent` is False if the request never left.
     """
 
     def __init__(self, kind: str, text: str, sent: bool = True, status: int = 0, retry_after: str = ""):
@@ -53,7 +53,10 @@ class Calls:
         self._lock = threading.Lock()
 
     def run(self, call: Callable[[], Coroutine]) -> Any:
-        """Returns what a call returns, or raises what it raises; NoReply after its time, Stopped if the run ends."""
+        """Returns what a call returns, or raises what it raises.
+
+        Raises NoReply after its time, Stopped if no calls are allowed, and CancelledError if `end` breaks it off.
+        """
         with self._lock:
             if self._ending.is_set():
                 raise Stopped

@@ -1,1 +1,1 @@
-"""Retrieval: corpora, encoders, indexes, and the function that a rollout is handed."""
+"""Retrieval: corpora, encoders, indexes, and the retrievers that rollouts call."""

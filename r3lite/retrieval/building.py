@@ -1,5 +1,5 @@
-"""The work of the command index: builds an index folder of a corpus that need not fit into memory, changes one, or
-fills a collection of a server. After a kill, the same command goes on with the build.
+"""The work of the command `index`: builds an index folder from a corpus that need not fit into memory, changes an index
+folder, or fills a Qdrant collection. After a kill, the same command goes on with the build.
 
 A build works in the folder `.<name>.build` beside the index folder. It writes the passages there, then their vectors, a
 block at a time, and makes the index from these vectors. Then the work folder takes the place of the index folder. A
@@ -29,12 +29,12 @@ from r3lite.settings import DocumentSettings, IndexSettings
 from r3lite.settings.common import budget_bytes
 
 VECTORS_SO_FAR = "vectors.bin"  # the vectors of a build; once all are there, the index is made of them
-ORIGIN = "build.json"  # what these vectors are made from: the corpus's fingerprint and the encoder's settings
+ORIGIN = "build.json"  # what these vectors depend on: the corpus's fingerprint, their dtype and the encoder's settings
 
 
 @dataclass(frozen=True)
 class IndexBuild:
-    """An index that is being built: its passages are written, its vectors are not."""
+    """An index that is being built. Its passages are already written."""
 
     folder: Path  # where the index will be
     work: Path  # the work folder beside it
@@ -59,7 +59,7 @@ def check_output(folder: str | Path) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises R3LiteError if a folder holds something else than an index, or cannot be replaced by one."""
+    """Raises R3LiteError if a folder holds anything but an index, or cannot be replaced by an index."""
     remedy = "Pass a new or empty folder as --output."
     with explained(OSError, f"the index {folder} cannot be written", remedy, code="index-unwritable"):
         names = names_in(folder)
@@ -105,7 +105,7 @@ def open_build(folder: str | Path, documents: Iterable[Document]) -> Iterator[In
 def replaces_index(build: IndexBuild, encoder: Encoder) -> bool:
     """Returns True if the folder has an index already.
 
-    Raises R3LiteError if that index is of another corpus or encoder.
+    Raises R3LiteError if that index is of another corpus, encoder or style.
     """
     folder = build.folder
     remedy = "Pass another --output, or delete that index first."
@@ -131,10 +131,10 @@ def replaces_index(build: IndexBuild, encoder: Encoder) -> bool:
 
 
 def encode(build: IndexBuild, encoder: Encoder, kind: str) -> int:
-    """Writes the vectors that an earlier start of this build did not write; returns how many it had written.
+    """Writes the vectors that cannot be reused from an earlier start of this build; returns how many are reused.
 
     The vectors have the same bytes whether or not there was a kill. Raises R3LiteError if the earlier vectors are of
-    other passages or another encoder.
+    other passages, another encoder or another dtype, or if a vector is not finite.
     """
     file = VectorFile(build.work / VECTORS_SO_FAR, encoder.dimension, kind)
     reused = _cut_to_reusable(build, encoder, file)
@@ -146,8 +146,9 @@ def encode(build: IndexBuild, encoder: Encoder, kind: str) -> int:
 def _cut_to_reusable(build: IndexBuild, encoder: Encoder, file: VectorFile) -> int:
     """Cuts the file of an earlier start of this build to the vectors that can be reused; returns their number.
 
-    All vectors, or those of whole blocks, can be reused: a block is encoded as one. Without an earlier start, records
-    what the vectors are made from.
+    If the file is complete, all its vectors can be reused; otherwise only those of whole blocks, because a block is
+    encoded as one. Without an earlier start, records what the vectors depend on. Raises R3LiteError if the earlier
+    vectors depend on something else.
     """
     origin = {"fingerprint": build.fingerprint, "numbers": file.type.name} | encoder.settings
     path = build.work / ORIGIN
@@ -184,7 +185,7 @@ def _cut_to_reusable(build: IndexBuild, encoder: Encoder, file: VectorFile) -> i
 
 
 def write_index(build: IndexBuild, encoder: Encoder, estimate: Estimate) -> int:
-    """Makes the index of the vectors and puts it into its place; returns the size of its vectors' file in bytes."""
+    """Makes the index from the vectors and moves it to its place; returns the size of its file of vectors in bytes."""
     folder = build.folder
     work = build.work
     n = len(build.passages)
@@ -199,7 +200,7 @@ def write_index(build: IndexBuild, encoder: Encoder, estimate: Estimate) -> int:
         "passages": n,
         "fingerprint": build.fingerprint,
         "kind": estimate.kind,
-        "probed": n,  # passages when the probes were written
+        "probed": n,  # the number of passages when the probes were written
         "files": {index.VECTORS: index.digest(work / index.VECTORS)},
     }
     write_json(work / index.MANIFEST, manifest | encoder.settings)
@@ -226,7 +227,10 @@ def _replace(folder: Path, work: Path) -> None:
 
 
 def build_folder(settings: IndexSettings, chunking: DocumentSettings, output: str) -> None:
-    """Builds the index folder. It takes the place of an index of the same passages."""
+    """Builds the index folder `output`. An index of the same passages, encoder and style that is there is replaced.
+
+    Raises R3LiteError if something else is there.
+    """
     documents, folder = passages_of(settings, chunking, is_listed=True)
     with open_build(output, documents) as build:
         device = device_of(settings)

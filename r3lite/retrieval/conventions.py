@@ -25,8 +25,8 @@ from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer_files import check_ids, library_errors
 
 TEXT_FORM = "NFKC"  # the normalization form of Unicode
-SHORTEST = 3  # tokens of a text: [CLS], a word and [SEP]
-LONGEST = 512  # tokens of a text at the most
+SHORTEST = 3  # the lowest limit on the tokens of a text: room for [CLS], one token and [SEP]
+LONGEST = 512  # the highest limit
 REMEDY = "Copy the model's files from their source."
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers: those that BertEncoder computes
 # The poolings that BertEncoder computes, by their names in sentence-transformers.
@@ -71,8 +71,9 @@ KEYS_OF_MODEL_FILE = {
     ENCODER: (*OF_BOTH, "similarity_fn_name", "truncate_dim"),
     CROSS_ENCODER: (*OF_BOTH, "activation_fn", "keep_in_fp32_modules"),
 }
-# Prefixes of queries and passages: those that E5 and its instruct models were trained with (arXiv 2212.03533 and
-# 2402.05672; the task is that of their cards), none, or those of the folder.
+# The prefixes of queries and of passages, by style. Those of e5 and e5-instruct are the ones that these models were
+# trained with (arXiv 2212.03533 and 2402.05672); TASK is from the model cards. In the style OWN, texts get the prompts
+# of the encoder's folder.
 TASK = "Given a web search query, retrieve relevant passages that answer the query"
 PREFIXES = {
     "e5": ("query: ", "passage: "),
@@ -92,7 +93,7 @@ class Conventions:
     prefixes: tuple[str, str] | None  # of queries and of passages; None: the folder names none
     max_length: int  # tokens
     lower: bool  # True if texts become lower case
-    dimension: int | None  # to which vectors are cut; None: all
+    dimension: int | None  # the number of dimensions that vectors are cut to; None: they are not cut
     is_normalized: bool  # True if the folder's modules make vectors of length 1, before they are cut
     is_dot: bool  # True if vectors are compared by their dot product, and not by their cosine
     unsupported: str | None  # why BertEncoder does not compute these vectors; None if it does
@@ -115,8 +116,8 @@ class Conventions:
 
 
 def style_of(name: str) -> str:
-    """Returns e5 for intfloat/e5-base-v2, multilingual-e5-small, ./my_e5/ and their kind, e5-instruct for
-    multilingual-e5-large-instruct; plain otherwise."""
+    """Returns the style that fits the name of an encoder: e5 if e5 is one of its words (intfloat/e5-base-v2, ./my_e5/),
+    e5-instruct if instruct is another (multilingual-e5-large-instruct), else plain."""
     words = re.split(r"[^a-z0-9]+", Path(name).name.lower())
     if "e5" not in words:
         return "plain"
@@ -138,10 +139,10 @@ def composed(text: str) -> str:
 
 
 def read_conventions(name: str) -> Conventions:
-    """Returns the conventions of the encoder `name`, which is a folder or a hub id. What its files do not say has
-    sentence-transformers' default.
+    """Returns the conventions of the encoder `name`, which is a folder or a hub id. Where its files say nothing, the
+    defaults of sentence-transformers apply.
 
-    Raises R3LiteError if a file is not of its form.
+    Raises R3LiteError if there is no such encoder, or if one of its files is malformed.
     """
     folder = model_folder(name, "--encoder", "--encoder hashing needs no download.")
     module_folders, reasons = _modules(folder)
@@ -179,9 +180,10 @@ def read_conventions(name: str) -> Conventions:
 
 
 def model_settings(folder: Path, kind: str) -> Record:
-    """Returns the `config_sentence_transformers.json` of a folder, empty without one.
+    """Returns the `config_sentence_transformers.json` of a folder, without its nulls; empty if there is no such file.
 
-    Raises R3LiteError for a model of another kind than `kind`, and for a key that is not read here and is set.
+    Raises R3LiteError if the model is not of this `kind`, or if the file sets a key that KEYS_OF_MODEL_FILE lacks. A
+    value that is false, 0 or empty sets nothing.
     """
     record = read_optional(folder / "config_sentence_transformers.json")
     values = {key: value for key, value in record.values.items() if value is not None}
@@ -206,8 +208,8 @@ def unknown_keys(kind: str, record: Record) -> list[str]:
 
 
 def _modules(folder: Path) -> tuple[dict[str, str], list[str]]:
-    """Returns the folders of the modules that BertEncoder computes, by their kinds; and for each of the other modules
-    the reason why BertEncoder does not compute it."""
+    """Returns the folders, relative to the encoder's, of the modules that BertEncoder computes, by their kinds; and the
+    reasons why BertEncoder cannot compute the encoder: its other modules, and its modules with kwargs."""
     path = folder / "modules.json"
     places: dict[str, str] = {}
     reasons: list[str] = []
@@ -236,10 +238,10 @@ def _modules(folder: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def _pooling(config: Record) -> str:
-    """Returns the name of the pooling of tokens.
+    """Returns the name of the pooling of tokens, as sentence-transformers spells it.
 
-    Older files have a flag for each kind instead: the names of all flags that are set are joined by "and". Mean is set
-    unless its flag is false.
+    Older files have a flag for each kind instead of a name. Then the names of all flags that are set are joined by
+    "and". The flag of mean counts as set unless it is false.
     """
     if "pooling_mode" in config:
         return config.text("pooling_mode")
@@ -272,20 +274,20 @@ def _prompt(prompts: Record, names: tuple[str, ...], default: str | None) -> str
 
 
 def default_prompt(config: Record) -> str:
-    """Returns the prompt that stands before all texts; empty if there is none."""
+    """Returns the prompt that `default_prompt_name` names; empty if it names none."""
     name = config.text("default_prompt_name", None)
     return config.record("prompts").text(name, blank=True) if name else ""
 
 
 def model_folder(name: str, flag: str, instead: str) -> Path:
-    """Returns the folder of the model `name`, the value of `flag`; an error ends with the advice `instead`."""
+    """Returns the folder of the model `name`, which was passed with `flag`; an error ends with the advice `instead`."""
     remedy = f"Check the name and the connection, or pass {flag} FOLDER with the model's files. {instead}"
     with explained(R3LiteError, flag, remedy, code="model-absent"):
         return resolve_folder(name)
 
 
 def read_optional(path: Path) -> Record:
-    """Returns the JSON object of a file that a folder may lack; an empty one then."""
+    """Returns the JSON object of a file; an empty one if there is no such file."""
     if not path.exists():
         return Record({}, Source(str(path), REMEDY))
     return read_record(path, REMEDY)
@@ -306,10 +308,11 @@ def max_tokens_of(folder: Path) -> int:
 
 
 def text_tokenizer(path: Path, max_length: int, rows: int) -> Tokenizer:
-    """Returns the tokenizer of a tokenizer.json. It cuts texts at `max_length` tokens with [CLS] and [SEP] (or <s> and
-    </s>).
+    """Returns the tokenizer of a tokenizer.json. It cuts texts to `max_length` tokens, including [CLS] and [SEP] (or
+    <s> and </s>).
 
-    Of a pair of texts it cuts the longer one. Raises R3LiteError if a token id is beyond the `rows` of the embedding.
+    Of a pair of texts it cuts the longer one. Raises R3LiteError if a token id is beyond the `rows` of the embedding,
+    or if the tokenizer does not put a text between two special tokens.
     """
     definition = read_record(path, REMEDY)
     with library_errors(path):

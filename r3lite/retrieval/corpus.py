@@ -2,9 +2,9 @@
 folder, and read from the disk there when they are asked for.
 
 Owns the spellings of a passage's fields, the fingerprint of a corpus, and two files of an index folder:
-`passages.jsonl`, and `ends.bin`, which says where each of its lines ends (int64, little-endian). A passage's place is
-the number of its line; a deleted passage keeps its place, so that no other one moves. Knows nothing of encoders and
-vectors.
+`passages.jsonl`, and `ends.bin`, the byte offsets at which the lines of `passages.jsonl` end (int64, little-endian). A
+passage's place is the index of its line; a deleted passage keeps its place, so that no other one moves. Knows nothing
+of encoders and vectors.
 """
 
 import copy
@@ -43,8 +43,9 @@ def stream_corpora(paths: Iterable[str | Path], skip_bad_rows: bool = False) -> 
     One passage at a time is in memory, and all ids, since no id may occur twice.
 
     A bad line raises R3LiteError with file, line and reason; with `skip_bad_rows` bad lines are left out and their
-    number is printed. The fields are `id`, `title`, `text` and `metadata`. BEIR's `_id` may stand for `id`, and
-    Pyserini's `contents` for `text`: its first line is the title if there is no other title and more text follows.
+    number is printed. A file without a passage raises R3LiteError, too. The fields are `id`, `title`, `text` and
+    `metadata`. BEIR's `_id` may stand for `id`, and Pyserini's `contents` for `text`. The first line of `contents` is
+    the title if there is no `title` and more lines follow.
     """
     ids: set[str] = set()
     for path in paths:
@@ -121,7 +122,7 @@ def fingerprint(documents: Iterable[Document]) -> str:
 
 
 class Passages(Sequence[Document]):
-    """The passages of a folder that are not deleted, in their order. Safe in threads; the files may grow meanwhile."""
+    """The passages of a folder that are not deleted, in their order. Threads may share it, and the files may grow."""
 
     def __init__(self, folder: Path, places: int | None, deleted: np.ndarray, remedy: str):
         """Takes the first `places` lines, or all if None, without the deleted ones.
@@ -168,7 +169,7 @@ class Passages(Sequence[Document]):
         return Document.from_json(record)
 
     def close(self) -> None:
-        """Closes the files, which Windows renames only then."""
+        """Closes the file of passages: Windows renames no file that is open."""
         if isinstance(self._text, mmap.mmap):
             self._text.close()
 
@@ -215,7 +216,10 @@ def write_passages(folder: Path, documents: Iterable[Document], start: int = 0) 
 
 
 def _write_each(documents: Iterable[Document], texts, line_ends, size: int) -> Iterator[Document]:
-    """Writes each passage after `size` bytes of texts, and where its line ends; then yields it."""
+    """Writes each passage to `texts` and where its line ends to `line_ends`, and yields it then.
+
+    `texts` has `size` bytes at the start.
+    """
     for document in documents:
         line = json.dumps(document.to_json(), ensure_ascii=False).encode() + b"\n"
         size += texts.write(line)

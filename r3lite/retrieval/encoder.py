@@ -39,7 +39,7 @@ BLOCK = 16  # batches that sentence-transformers encodes between two updates of 
 
 
 class Encoder(Protocol):
-    """The interface that an index needs of an encoder. `advance(n)` is called after every n passages that are done."""
+    """What an index needs of an encoder. `advance(n)` is called each time that n more passages are encoded."""
 
     dimension: int
     settings: dict  # on which vectors depend; stored with an index and compared when it is opened
@@ -54,7 +54,7 @@ class HashingEncoder:
 
     Each word has `HASHES` signed places of the vector (sparse Johnson-Lindenstrauss, arXiv 1012.1577). With one place
     a word, two names that fall on the same place could not be told apart; with several, they share only a part of
-    their weight. Words that the corpus does not have count nothing.
+    their weight. Words that are not in the corpus are ignored.
     """
 
     DIMENSION = 2048
@@ -117,8 +117,8 @@ class HashingEncoder:
         return vectors
 
     def encode_queries(self, texts: list[str]) -> np.ndarray:
-        """Returns vectors [N, DIMENSION] of N texts, passages as well as queries; zero if a text has no word of the
-        corpus."""
+        """Returns vectors [N, DIMENSION] of N texts, which may be queries or passages. A text without a word of the
+        corpus has the vector 0."""
         counts = []  # (index of the text, id of the word, how many times the text has it)
         for row, text in enumerate(texts):
             for word, times in Counter(words(text)).items():
@@ -142,14 +142,14 @@ def words(text: str) -> list[str]:
 
 
 def stored_name(name: str) -> str:
-    """Returns the name of an encoder as an index keeps it: a folder's whole path, since commands start anywhere."""
+    """Returns an encoder's name as an index keeps it: for a folder its absolute path, since commands start anywhere."""
     if name != HASHING and Path(name).is_dir():
         return os.path.abspath(name)
     return name
 
 
 class FolderEncoder:
-    """An encoder of a folder or hub id, whose texts get the prefixes of a style."""
+    """The base of encoders from a folder or hub id. Texts get the prefixes of a style. Subclasses define `_encode`."""
 
     def __init__(self, name: str, style: str, batch_size: int):
         self.name = name
@@ -160,7 +160,7 @@ class FolderEncoder:
     def _set_settings(self, max_length: int, dimension: int, dtype: str) -> None:
         """Sets the settings on which the vectors depend, as an index keeps them.
 
-        A setting that older versions did not have is left out if it has the value that they worked with.
+        A setting that older versions of r3lite did not have is left out if its value is the one that they used.
         """
         self.dimension = dimension
         self.settings = {
@@ -265,7 +265,7 @@ class BertEncoder(FolderEncoder):
 
 
 def pool(hidden: Tensor, real: Tensor, pooling: str) -> Tensor:
-    """Returns one state [B, C] of the hidden states [B, T, C] of texts that are padded on the right.
+    """Returns one state of each text, [B, C], from the hidden states [B, T, C] of texts that are padded on the right.
 
     `real` [B, T] is False at padding. `pooling` is mean, cls (the first token) or last.
     """
@@ -279,10 +279,10 @@ def pool(hidden: Tensor, real: Tensor, pooling: str) -> Tensor:
 
 
 class SentenceEncoder(FolderEncoder):
-    """An encoder of another network, such as ModernBERT and Qwen3-Embedding, run by the package
+    """An encoder that BertEncoder does not compute, such as ModernBERT or Qwen3-Embedding, run by the package
     sentence-transformers (extra encoders).
 
-    Code in a model folder is never run, and weights are read from safetensors.
+    Code in a model folder is never run, and weights are read from safetensors only.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ def make_encoder(
 
 
 def local_dimension(name: str) -> int | None:
-    """Returns the dimensions of an encoder that is on this machine, without loading it; None if they are not known."""
+    """Returns how many dimensions an encoder on this machine has, without loading it; None if that is not known."""
     if name == HASHING:
         return HashingEncoder.DIMENSION
     config = _local(name, "config.json")

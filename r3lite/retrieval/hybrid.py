@@ -8,7 +8,7 @@ from r3lite.retrieval.lexical import Lexical
 from r3lite.retrieval.search import RankingRetriever
 from r3lite.retrieval.setup import Setup
 
-DEPTH = 100  # passages of each list that are fused, at least
+DEPTH = 100  # how many passages of each list are fused, unless --top-k is larger
 RRF_K = 60  # of reciprocal rank fusion
 
 
@@ -28,7 +28,10 @@ def hybrid_retriever(setup: Setup, top_k: int) -> Retrieve:
 
 @dataclass(frozen=True)
 class HybridRetriever:
-    """Orders the documents of both retrievers by a sum: a document's value in each list, times the list's weight."""
+    """Orders the documents of both retrievers by a sum over the two lists.
+
+    The terms are a document's value in a list, times the list's weight.
+    """
 
     semantic: Retrieve
     lexical: Retrieve
@@ -42,7 +45,10 @@ class HybridRetriever:
         return [self._fused(lists) for lists in zip(semantic_lists, lexical_lists, strict=True)]
 
     def _fused(self, lists: tuple[list[Document], ...]) -> list[Document]:
-        """Returns both lists as one. Documents of equal sums are in the order of the first list, then of the second."""
+        """Returns the `top_k` documents with the largest sums.
+
+        Documents of equal sums are in the order of the first list, then of the second.
+        """
         sums: dict[Document, float] = {}
         sources: dict[Document, list[str]] = {}
         for documents, weight in zip(lists, self.weights, strict=True):
@@ -65,7 +71,7 @@ def reciprocal_ranks(documents: list[Document]) -> list[float]:
 def scaled_scores(documents: list[Document]) -> list[float]:
     """Returns the scores, shifted and scaled to 0 to 1: cosines and BM25's sums could not be added as they are.
 
-    Equal scores all become 1. The last document of a list gets 0, which is also what a document outside the list adds.
+    The lowest score becomes 0, and so counts like a document that is not in the list. If all are equal, all become 1.
     """
     if not documents:
         return []

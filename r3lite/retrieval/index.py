@@ -1,17 +1,17 @@
-"""A FAISS index of a corpus, kept in a folder with a manifest, searched, and refused when it does not match.
+"""A FAISS index of a corpus, kept in a folder with a manifest, searched, and refused if it does not fit the settings.
 
 Owns the index folder and its manifest. `building.py` writes a folder; here passages are added and deleted without
 building it again, while other processes may read it. Added passages are appended to the file of passages, and their
 vectors to a flat index beside the main index; once there are many, they move into the main index. Deleted passages
-stay in their place, and searches leave them out. Files of vectors are written under new names, the manifest is
-replaced last, and then the files that it no longer names are removed: a reader sees the folder before an edit or after
-it, never a mixture. The files of a folder:
+stay in their place, and searches leave them out. Files of vectors are written under new names; then the manifest is
+replaced, and only then the files that it no longer names are removed. So a reader sees the folder before an edit or
+after it, never a mixture. The files of a folder:
 
 passages.jsonl, ends.bin       the passages, and where their lines end (`corpus.py`)
 index.faiss or index-N.faiss   their vectors (`vectors.py`)
-added-N.faiss, deleted-N.bin   vectors added since, and the places of deleted passages, after edit N, if there are any
+added-N.faiss, deleted-N.bin   the vectors added since, and the places of deleted passages, if any, as of edit N
 probes.bin                     some of the vectors in fp32: an index may keep less
-manifest.json                  its encoder and style, and which of these files belong together; it is replaced last
+manifest.json                  the encoder and style, and which of these files belong together
 words.json, skipped.jsonl      the words of the hashing encoder; the files of a folder of documents that were left out
 
 An older folder has a flat index, no `ends.bin` or `probes.bin`, and no table of files in its manifest; it is read as it
@@ -49,11 +49,11 @@ PROBES = "probes.bin"
 SKIPPED = "skipped.jsonl"  # the files of a folder of documents that were left out; no search needs it
 INDEX_FILES = {PASSAGES, ENDS, MANIFEST, PROBES, SKIPPED, HashingEncoder.FILE}
 VECTOR_FILES = re.compile(r"index(-\d+)?\.faiss|added-\d+\.faiss|deleted-\d+\.bin")
-# The largest distance between a stored and a re-encoded vector, relative to the length of the stored one. Between
-# two vectors of equal length, it is that of a cosine of 0.999.
+# The largest distance allowed between a stored and a re-encoded vector, relative to the length of the stored one. Two
+# vectors of equal length have this distance if their cosine is 0.999.
 MAX_DISTANCE = 0.045
-READ_WHOLE = 1 << 30  # bytes of a file of vectors up to which all of it is compared with its digest
-COMPARED = 1_000_000  # passages up to which all are compared with their fingerprint
+READ_WHOLE = 1 << 30  # the most bytes of a file whose digest covers all of it
+COMPARED = 1_000_000  # the most passages that are compared with their fingerprint; with more, none are
 # How many vectors may stand beside the main index: this many, or a tenth of the main index's if that is more. Beyond
 # that they move into it.
 ADDED_LIMIT = 10_000
@@ -77,8 +77,8 @@ class PassageIndex:
         """Returns the `k` nearest passages of each query, nearest first.
 
         With `own_places`, query i finds only the passages at the places `own_places[i]`. There are fewer than `k` if
-        the index holds fewer, and none for a query without a word that a hashing encoder knows: its vector is zero, and
-        all passages would be equally near.
+        the query can find fewer, and none for a query without a word that a hashing encoder knows: its vector is zero,
+        and all passages would be equally near.
         """
         if not queries:
             return []
@@ -202,9 +202,8 @@ def _check_names(
 ) -> None:
     """Raises R3LiteError if either the settings or the index name hashing, but not both, or if the styles differ.
 
-    --encoder-style auto differs from no style, and hashing has none.
-
-    Called before the encoder is loaded, which may take long.
+    --encoder-style auto fits any style; styles do not matter to hashing. Called before the encoder is loaded, which may
+    take long.
     """
     name = settings.encoder
     style = settings.encoder_style
@@ -224,9 +223,10 @@ def _rebuild(encoder: str) -> str:
 
 
 def same_vectors(recomputed: np.ndarray, stored: np.ndarray) -> bool:
-    """Returns True if the `recomputed` vectors [N, d] equal the `stored` ones, up to a distance of MAX_DISTANCE.
+    """Returns True if the `recomputed` vectors [N, d] differ from the `stored` ones by at most the allowed distance.
 
-    Returns False if a number is NaN, with which every comparison is false.
+    That is MAX_DISTANCE times the length of the stored vector, or times 1 if that is more. Returns False if a number is
+    NaN, with which every comparison is false.
     """
     lengths = np.maximum(np.linalg.norm(stored, axis=1), 1)  # a text without a known word has the length 0
     distances = np.linalg.norm(recomputed - stored, axis=1)
@@ -259,7 +259,7 @@ def consistent(path: Path, read: Callable[["IndexFolder"], T]) -> T:
 
 
 def read_manifest(path: Path) -> Record:
-    """Returns the manifest of an index folder, with the keys that older indexes lack.
+    """Returns the manifest of an index folder. Keys that an older index lacks are filled in.
 
     Raises R3LiteError if it is not the manifest of an index of this version.
     """
@@ -319,7 +319,11 @@ class IndexFolder:
         return np.fromfile(path, dtype="<i8") if path else np.empty(0, np.int64)
 
     def passages(self) -> Passages:
-        """Returns the passages. Raises R3LiteError if they are not those of the manifest."""
+        """Returns the passages.
+
+        Raises R3LiteError if the files have fewer than the manifest says, or if up to COMPARED passages have another
+        fingerprint.
+        """
         deleted = self.deleted()
         places = self.manifest.whole("passages") + len(deleted)  # the manifest counts live passages only
         passages = Passages(self.path, places=places, deleted=deleted, remedy=self.remedy)
@@ -424,7 +428,7 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
 
 
 def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
-    """Deletes the passages of these ids; returns their number, and the number of those that were deleted before.
+    """Deletes the passages of these ids; returns how many it deleted, and how many of the ids were deleted before.
 
     Ids that were deleted before are accepted, so that a command that was killed can be repeated. Raises R3LiteError if
     an id was never in the index, or if no passage would be left.

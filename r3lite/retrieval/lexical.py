@@ -17,9 +17,9 @@ from r3lite.retrieval.conventions import composed, passage_text
 from r3lite.retrieval.search import RankingRetriever, best, with_scores
 from r3lite.retrieval.setup import Setup
 
-# A word may be one character long, as in "Apollo 9" and "vitamin K", but the s of "Apollo's" is no word. The pattern
-# of bm25s asks for two characters.
-# On the three development sets recall@5 changes by less than .002 (docs/retrieval.md).
+# A word may be one character long, as in "Apollo 9" and "vitamin K", but the s of "Apollo's" is no word. The default
+# pattern of bm25s asks for two characters; with it, recall@5 on three development sets differs by less than .002
+# (docs/retrieval.md).
 WORD = r"(?u)\b\w\w+\b|(?<!['\u2019])\b\w\b"
 BLOCK = 4096  # passages whose words are read between two updates of the progress bar
 
@@ -30,7 +30,7 @@ def lexical_retriever(setup: Setup, top_k: int) -> Retrieve:
 
 
 class Lexical:
-    """Passages under BM25 in Lucene's variant (k1 1.5, b 0.75), without stop words, stemmed by Snowball."""
+    """Passages ranked by Lucene's variant of BM25 (k1 1.5, b 0.75); no stop words, other words stemmed by Snowball."""
 
     def __init__(self, documents: Sequence[Document]):
         with extra("retrieval", "lexical retrieval", "Or use --retriever semantic --encoder hashing."):

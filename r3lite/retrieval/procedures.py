@@ -35,7 +35,7 @@ class Procedure:
     trigger: str
     category: str
     priority: float
-    steps: tuple[dict[str, str], ...]  # each an `action`, and the `condition` of it if it is not always done
+    steps: tuple[dict[str, str], ...]  # each has an `action`, and a `condition` if it is not always done
 
     @cached_property
     def triggers(self) -> list[str]:
@@ -85,7 +85,7 @@ def _step(record: Record) -> dict[str, str]:
 
 def _contains(text: str, phrase: str) -> bool:
     """Returns True if a text contains a phrase as whole words."""
-    if phrase not in text:  # most phrases are absent, which needs no pattern to see
+    if phrase not in text:  # most phrases are absent, and this test is faster than the pattern
         return False
     return re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", text) is not None
 
@@ -93,8 +93,8 @@ def _contains(text: str, phrase: str) -> bool:
 def read_procedures(path: str | Path) -> list[Procedure]:
     """Returns the procedures of a file, which has a list or a single one, or of all such *.json files of a folder.
 
-    Hidden files are left out: macOS writes one, such as ._a.json, beside each on some disks. Raises R3LiteError if a
-    procedure is not valid.
+    Hidden files are left out: on some disks macOS writes one beside each file, such as ._a.json. Raises R3LiteError if
+    a procedure is not valid, if two have the same name, or if there is no such file.
     """
     files = [path]
     if Path(path).is_dir():
@@ -121,7 +121,7 @@ def to_json(procedures: list[Procedure]) -> str:
 
 
 class Finder:
-    """Finds the procedure that fits a question: by triggers, and if the text has none, by the nearest description."""
+    """Finds the procedure that fits a question: by triggers or, if the text has none, by the nearest description."""
 
     def __init__(self, procedures: list[Procedure], encoder: Encoder | None, floor: float):
         """Takes an `encoder` of descriptions; without one, only triggers count.
@@ -162,7 +162,7 @@ class Finder:
         return self.procedures[best] if scores[best] >= threshold else None
 
     def with_procedure(self, question: Question) -> Question:
-        """Returns the question with the procedure that fits it."""
+        """Returns the question with the procedure that fits it; unchanged if none fits."""
         procedure = self.find(question.text)
         if procedure is None:
             return question

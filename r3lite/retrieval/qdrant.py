@@ -1,4 +1,4 @@
-"""Passages in a collection of a Qdrant server, for those whose index outgrows one machine: filled, and searched.
+"""Fills and searches a collection of passages on a Qdrant server, for a corpus whose index outgrows one machine.
 
 The server holds vectors and passages; queries are encoded here. Needs the extra `qdrant`.
 """
@@ -38,7 +38,7 @@ def qdrant_retriever(setup: Setup, top_k: int) -> Retrieve:
 
 
 class Collection:
-    """A collection: points whose payload is a passage (id, title, text) and whose vector is that of the encoder."""
+    """A collection: points whose payload is a passage (`Document.to_json`) and whose vector is that of the encoder."""
 
     def __init__(self, address: str, encoder: Encoder):
         """Takes an `address` qdrant://host:port/collection, or qdrant+https://..."""
@@ -74,7 +74,7 @@ class Collection:
         )
 
     def check(self) -> None:
-        """Raises R3LiteError unless its vectors may be compared with those of the encoder."""
+        """Raises R3LiteError unless the collection's vectors may be compared with those of the encoder."""
         settings = self.encoder.settings
         with self._server_errors():
             config = self.client.get_collection(self.name).config
@@ -169,7 +169,7 @@ class Collection:
         """Raises R3LiteError in place of the client's errors."""
         from qdrant_client.http.exceptions import ApiException
 
-        errors = (ApiException, ValueError)  # ValueError: of the embedded server
+        errors = (ApiException, ValueError)  # ValueError: raised by the client's embedded server, which tests use
         with explained(errors, self.address, REMEDY, code="qdrant-failed"):
             yield
 

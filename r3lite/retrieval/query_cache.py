@@ -2,8 +2,8 @@
 
 The cache is a file of SQLite, which several processes may use at once. The key of a vector is its query and all that
 decides its bits: the encoder's settings, and the vector that the encoder makes of a fixed sentence, PROBE. So an
-encoder with other weights, or on a processor or with a number of threads that rounds otherwise, does not read vectors
-of another, and a run gives the same with a full cache as with an empty one.
+encoder does not read a vector that it would compute differently because of other weights, another processor or another
+number of threads, and a run gives the same with a full cache as with an empty one.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ PROBE = "Who directed the film that won the prize in 1994?"
 WAIT = 30  # seconds to wait while another process writes
 COLUMNS = "id INTEGER PRIMARY KEY, key BLOB UNIQUE, vector BLOB"
 OTHER_TABLES = "SELECT name FROM sqlite_master WHERE type = 'table' AND name NOT IN ('queries', 'sqlite_stat1')"
-# A query for the bytes of the file that are in use.
+# What an SQL query selects to get the number of the file's bytes that are in use.
 USED = "(page_count - freelist_count) * page_size FROM pragma_page_count, pragma_freelist_count, pragma_page_size"
 
 
@@ -33,7 +33,7 @@ class QueryCache:
     """The file of the vectors, with up to `limit_mib` MiB: beyond that the oldest are deleted. Threads may share it."""
 
     def __init__(self, path: str | Path, limit_mib: int):
-        """Raises R3LiteError if the file is no such cache or cannot be written."""
+        """Raises R3LiteError if the file is no such cache, and OSError if nothing can be written into its folder."""
         self.path = Path(path).expanduser()
         self.limit = limit_mib << 20  # bytes
         self.queries = 0  # number of queries since the last call of `metrics`
@@ -55,9 +55,9 @@ class QueryCache:
             self._file.execute(f"CREATE TABLE IF NOT EXISTS queries ({COLUMNS})")
 
     def vectors(self, keys: list[bytes], make: Callable[[int], np.ndarray]) -> list[np.ndarray]:
-        """Returns the vector of each key, from the file if it is there.
+        """Returns the vector of each key.
 
-        The vector of a key that is not, the i-th of `keys`, is `make(i)`, and is added to the file.
+        It is read from the file. If `keys[i]` is not in the file, its vector is `make(i)`, which is added to the file.
         """
         with self._lock:
             cached = self._try_file(lambda: [self._read(key) for key in keys])

@@ -1,7 +1,7 @@
 """Measurements of the command retrieve: the recall of a retriever, and the gaps of a corpus.
 
-Recall is the share of the gold paragraphs that a search for the text of their question finds. A gap is the gold
-paragraphs that a corpus lacks, so that no retriever can find them.
+Recall is the share of the gold paragraphs that a search for the text of their question finds. The gap of a question is
+those of its gold paragraphs that the corpus lacks; no retriever can find them.
 """
 
 import time
@@ -20,7 +20,7 @@ CUTS = (2, 5, 10)  # the k of recall@k
 
 
 def check_output(output: Path, gap_report: str | None) -> None:
-    """Raises R3LiteError, before anything is read, if an output already exists or cannot be written."""
+    """Raises, before anything is read, R3LiteError if an output already exists, or OSError if it cannot be written."""
     check_free(output, gap_report)
     check_writable(output if output.exists() else output.absolute().parent)
     if gap_report:
@@ -28,7 +28,7 @@ def check_output(output: Path, gap_report: str | None) -> None:
 
 
 def check_free(output: Path, gap_report: str | None) -> None:
-    """Raises R3LiteError if an output already exists."""
+    """Raises R3LiteError if `output` is a file, or has a measurement or an index in it, or if `gap_report` exists."""
     if output.is_file():
         raise R3LiteError(f"--output {output} is a file", "Pass a folder.", code="output-is-file")
     for name in ("recall.json", "manifest.json"):  # an earlier measurement; an index
@@ -39,7 +39,10 @@ def check_free(output: Path, gap_report: str | None) -> None:
 
 
 def measure(setup: Setup, questions: list[Question], cuts: list[int], output: Path) -> None:
-    """Prints the recall on `questions`, those of the setup that have gold paragraphs, and writes it to recall.json."""
+    """Prints the recall on `questions`, those of the setup that have gold paragraphs, and writes it to recall.json.
+
+    Questions at which the retriever fails are left out. Raises R3LiteError if it fails at all of them.
+    """
     retrieve = build_retriever(setup)
     start = time.perf_counter()
     outcomes = retrieve([(question, question.text) for question in questions])
@@ -147,7 +150,7 @@ def write_gaps(
     cuts: list[int],
     path: Path,
 ) -> None:
-    """Writes and prints which gold paragraphs the corpus lacks."""
+    """Writes which gold paragraphs the corpus lacks to the file `path`, as JSON, and prints how many these are."""
     gap_report = report(gaps(questions, documents), cuts)
     missing = f"{gap_report['missing']} of {gap_report['gold']} gold paragraphs"
     print(f"the corpus lacks {missing}, in {len(gap_report['questions'])} of {gap_report['n']} questions")

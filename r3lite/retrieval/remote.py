@@ -1,7 +1,7 @@
 """Retrieval and reranking on other machines: servers that speak HTTP as Search-R1's and ours do (server.py).
 
 Servers are not trusted: the time of a request and the size of a reply are limited, and the content of replies is
-checked. After some failures, a request is tried again.
+checked. If a failure may be transient, the request is tried again.
 """
 
 import hashlib
@@ -18,10 +18,10 @@ from r3lite.retrieval.search import RankingRetriever
 TIMEOUT = 60.0  # seconds of a request in all
 TRIES = 3
 PAUSE = 0.5  # seconds before the second try, doubled before the next
-OUTLASTING = 8  # tries, over a minute, of a server that has answered before: it may be starting again
+OUTLASTING = 8  # tries, over a minute, if the server has answered before: it may be restarting
 LONGEST_PAUSE = 60.0  # seconds that a server may ask for
 LARGEST = 32 << 20  # bytes of a reply
-BATCH = 64  # queries of a request, or passages of one query
+BATCH = 64  # the most queries of a request, or passages of a request to rerank
 
 
 class Poster(Link):
@@ -32,7 +32,7 @@ class Poster(Link):
         self._tries = TRIES
 
     def text(self, path: str = "", content: dict | bytes | None = None) -> str:
-        """Returns the body of the reply, after some tries. Raises Unanswered."""
+        """Returns the body of the reply. Raises Unanswered if the last try fails, or if another try would not help."""
         for number in itertools.count(1):
             try:
                 text = super().text(path, content)
@@ -108,7 +108,7 @@ def _document(entry: Record, address: str) -> Document:
             text = first_line
     source = inner.text("source", None) or address
     id = inner.identifier("id", None)
-    if not id:  # Search-R1's servers of web search send none: this id depends on the text alone
+    if not id:  # Search-R1's servers of web search send none: the same passage gets the same id
         id = hashlib.sha256(f"{title}\n{text}".encode()).hexdigest()[:16]
     return Document(
         id=id,

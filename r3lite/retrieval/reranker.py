@@ -33,8 +33,8 @@ MODEL = "cross-encoder/ms-marco-MiniLM-L-6-v2"  # of --rerank auto
 CANDIDATES = 3  # how many candidates are reranked for each passage of the result
 INCREASING = ("Identity", "Sigmoid", "Tanh")  # functions of the logit that leave passages in their order
 SPECIAL = 3  # special tokens of a pair: [CLS] query [SEP] passage [SEP]
-# Pairs read together. A processor's core gains nothing by more, and they would be padded to the longest: for 15
-# passages of 134 tokens in the mean, the longest of 512, 4 at a time took 1.2 s and 32 at a time 2.9 s.
+# The number of pairs read together. More would gain nothing on one core of a processor, and all are padded to the
+# longest: for 15 passages with 134 tokens on average and 512 at most, 4 at a time took 1.2 s and 32 at a time 2.9 s.
 BATCH = 4
 
 
@@ -97,7 +97,7 @@ class Reranked:
         query_passages = []
         for (_, query), documents in zip(pairs, candidates, strict=True):
             query_passages += [(query, passage_text(document)) for document in documents]
-        unique = list(dict.fromkeys(query_passages))  # episodes of one group send the same queries
+        unique = list(dict.fromkeys(query_passages))  # episodes of one group often send the same queries
         scores = dict(zip(unique, self.reranker.scores(unique), strict=True))
         rankings = []
         for (_, query), documents in zip(pairs, candidates, strict=True):

@@ -40,7 +40,7 @@ RETRIEVERS: dict[str, Callable[[Setup, int], Retrieve]] = {
 
 
 def build_retriever(setup: Setup) -> Retrieve:
-    """Returns the retriever of the settings. With several kinds of source (web, news, ...), each has a retriever.
+    """Returns the retriever of the settings. With several kinds of source (News, ...), each has its own retriever.
 
     Encoders and rerankers that are loaded here run on the CPU.
     """

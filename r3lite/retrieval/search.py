@@ -32,7 +32,8 @@ class RankingRetriever:
 
     passages: Ranking
     top_k: int
-    # The indices of the passages that each question's searches are restricted to, or None for no restriction.
+    # Returns for each question the indices of the passages that its searches may find. If it is None or returns None,
+    # all passages may be found.
     findable_places: Callable[[list[Question]], list[Places] | None] | None = None
 
     def __call__(self, pairs: list[tuple[Question, str]]) -> list[list[Document]]:

@@ -1,8 +1,9 @@
 """A server of a retriever, for other machines: HTTP as Search-R1's servers speak it.
 
 POST /retrieve takes {"queries": [...], "topk": k, "return_scores": true} and gives {"result": [[{"document": {...},
-"score": s}, ...] per query]}. A document has `id` and `contents`, whose first line is the title in quotes; here also
-`title`, `text` and `source`. POST /rerank, if there is a reranker, takes {"query", "documents": [text, ...]} and gives
+"score": s}, ...] per query]}. Without `return_scores`, each entry is the document itself. A document has `id` and
+`contents`, whose first line is the title in quotes; this server adds `title`, `text`, `source` and, if there is any,
+`metadata`. POST /rerank, if there is a reranker, takes {"query", "documents": [text, ...]} and gives
 {"result": [{"index": i, "score": s}, ...]}, best first. The rest is in core/http_server.py.
 """
 

@@ -1,6 +1,6 @@
 """The parts of a retriever: the settings, the questions, and the corpus or index that these choose.
 
-Of a corpus only those passages are searched whose metadata, id or title fit the conditions of --filter.
+Only those passages of a corpus or index are searched whose metadata, id and title fit the conditions of --filter.
 """
 
 import operator
@@ -76,7 +76,7 @@ class Setup:
         return self._filtered(documents)
 
     def check(self) -> None:
-        """Raises R3LiteError if there is nothing to search, before anything is read, built or loaded for it."""
+        """Raises R3LiteError if --index is no index, or if there is nothing to search. Builds and loads nothing."""
         settings = self.settings
         if settings.index and Path(settings.index).exists():
             index.read_manifest(Path(settings.index))
@@ -161,9 +161,9 @@ class Setup:
         return documents
 
     def findable_places(self, questions: list[Question]) -> list[tuple[int, ...]] | None:
-        """Returns for each question the places in `documents` of the paragraphs that come with it.
+        """Returns for each question the places in `documents` of those of its own paragraphs that may be found.
 
-        None if searches are not confined to these.
+        Returns None if searches are not confined to these.
         """
         if self.settings.context == "corpus":
             return None
@@ -222,7 +222,8 @@ class Condition:
     def fits(self, value: str | float | bool) -> bool:
         """Returns True if a value fits.
 
-        Numbers are compared as such, and texts in any letter case; `*` in `=` and `!=` stands for any text.
+        Numbers are compared as such, and texts in any letter case; `*` in `=` and `!=` stands for any text. Raises
+        R3LiteError if the value is a number and `wanted` is none.
         """
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return self._fits_number(value)
@@ -254,7 +255,7 @@ def _pattern(wanted: str) -> re.Pattern:
 def filter_mask(conditions: Sequence[str], documents: Sequence[Document]) -> np.ndarray:
     """Returns bool [N]: True for each passage that has the field of every condition with a value that fits.
 
-    Raises R3LiteError if no passage has the field of a condition, which is then misspelled, or if no passage fits.
+    Raises R3LiteError if no passage has the field of a condition, which is probably misspelled, or if none fits.
     """
     parsed = [Condition(*CONDITION.fullmatch(text.strip()).groups()) for text in conditions]
     mask = np.zeros(len(documents), bool)

@@ -8,7 +8,7 @@ The kinds, and what they keep of a vector of d dimensions:
 flat        the vector, fp32: 4 d bytes; exact, reads all of them for a query
 sq8         8 bits a dimension: d bytes; nearly exact, reads all of them for a query
 hnsw        the vector and a graph of its neighbours (arXiv 1603.09320): 4 d + 272 bytes; fast, slow to build
-ivf-sq8     sq8 in lists by the nearest of many centroids: d + 8 bytes; a query reads 1 list of 32
+ivf-sq8     sq8, each vector in the list of its nearest centroid: d + 8 bytes; a query reads 1 list in 32
 opq-ivf-pq  the same lists, a byte for each 8 dimensions of the rotated vector (OPQ, CVPR 2013): d / 8 + 8 bytes
 """
 
@@ -32,7 +32,7 @@ SAMPLE_BYTES = 512 << 20  # the size, in fp32, of the largest sample that an ind
 CENTROID_VECTORS = 39  # vectors that the sample needs for each centroid; with fewer FAISS warns
 BLOCK = 4096  # passages encoded, and vectors added, at a time
 GROWTH = 1.5  # memory that growing lists take, divided by that of their content: they grow by doubling
-CODEWORDS = 256  # the values of a byte of opq-ivf-pq; each stands for a centroid of its subspace
+CODEWORDS = 256  # how many values a byte of opq-ivf-pq has; each stands for a centroid of the byte's subspace
 DISTANCES = 4 * 4096 * 1024  # bytes of the inner products that FAISS holds at a time while it finds lists
 SAMPLE_COPIES = {"ivf-sq8": 2, "opq-ivf-pq": 3}  # how many times FAISS holds the vectors of the sample
 IVF = ("ivf-sq8", "opq-ivf-pq")
@@ -61,7 +61,7 @@ def lists_of(passages: int, dimension: int) -> int:
 
 def sample_of(kind: str, passages: int, dimension: int) -> int:
     """Returns the number of vectors that an index of a kind is trained on: 40 for each list, and at least 64 for each
-    of the CODEWORDS, if there are so many."""
+    of the CODEWORDS; but no more than there are, or than SAMPLE_BYTES hold. Returns 0 if the kind is not trained."""
     if kind not in (*IVF, "sq8"):
         return 0
     wanted = max((CENTROID_VECTORS + 1) * lists_of(passages, dimension), 64 * CODEWORDS)
@@ -151,11 +151,11 @@ def _code_bytes(kind: str, dimension: int) -> float:
 
 
 def choose(kind: str, passages: int, dimension: int, budget: int) -> Estimate:
-    """Returns the estimate of a kind; of `auto` the first that fits the budget, the most exact one first.
+    """Returns the estimate of a kind; for `auto`, that of the most exact kind that fits the budget.
 
-    `auto` chooses flat or sq8 up to FULL_SEARCH_LIMIT passages only: above, a query that reads all of them takes long.
-    It never chooses HNSW, which takes as much memory as flat and by far the longest to build. Raises R3LiteError if
-    nothing fits.
+    `auto` chooses flat or sq8 up to FULL_SEARCH_LIMIT passages only: with more, a query that reads all takes long. It
+    never chooses HNSW, which takes as much memory as flat and by far the longest to build. Raises R3LiteError if
+    nothing fits, or if there are too few passages to train opq-ivf-pq.
     """
     too_few = passages < CODEWORDS * CENTROID_VECTORS
     if kind == "opq-ivf-pq" and too_few:
@@ -232,7 +232,7 @@ class Vectors:
         return nearest
 
     def only(self, mask: np.ndarray) -> "Vectors":
-        """Returns the vectors for which `mask` is true; it has a value for each one that is not deleted, in order."""
+        """Returns the vectors for which `mask` is true. The mask has a value for each vector that is not deleted."""
         live = self._live()
         live[np.flatnonzero(live)] = mask
         return replace(self, deleted=np.flatnonzero(~live))
@@ -250,7 +250,10 @@ def _search(
     k: int,
     live: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns scores and places [Q, k] of the nearest vectors, padded by place -1; only of those that are `live`."""
+    """Returns scores and places [Q, k] of the nearest vectors, padded by place -1.
+
+    `live` [places] is False for vectors that are left out; None: none is.
+    """
     if live is None:
         return index.search(queries, k)
     bits = np.packbits(live, bitorder="little")
@@ -362,7 +365,10 @@ def _empty(kind: str, count: int, d: int) -> faiss.Index:
 
 
 def _reserve(index: faiss.Index, count: int) -> None:
-    """Reserves memory for all vectors: an array that grows by doubling holds three times its content at the worst."""
+    """Reserves memory for all vectors, unless the index keeps them in lists.
+
+    An array that grows by doubling holds three times its content at worst.
+    """
     store = faiss.downcast_index(index.storage) if isinstance(index, faiss.IndexHNSW) else index
     if isinstance(store, (faiss.IndexFlat, faiss.IndexScalarQuantizer)):
         store.codes.resize(count * store.code_size)
@@ -403,7 +409,8 @@ def write_vectors(index: faiss.Index, path: Path) -> None:
 def open_vectors(path: Path, kind: str, remedy: str, mapped: bool = True) -> faiss.Index:
     """Returns the index of a file.
 
-    It is mapped into memory and read as it is needed where FAISS can do so: not on Windows.
+    With `mapped`, the file is mapped into memory and read as it is needed, except on Windows, where FAISS cannot do so.
+    Raises R3LiteError if the file cannot be read, or holds an index of another kind.
     """
     flags = faiss.IO_FLAG_MMAP_IFC if mapped and os.name != "nt" else 0
     with explained((RuntimeError, MemoryError), f"{path} cannot be read", remedy, code="index-unreadable"):

@@ -30,12 +30,12 @@ from r3lite.retrieval.setup import Setup
 from r3lite.settings.retrieval import SOURCES
 
 AT_ONCE = 8  # requests under way
-# Characters of a query, and of what is read of a page's title, address and text, at the most.
+# The most characters of a query, and of a page's title, address and text.
 QUERY = 400
 TITLE = 200
 ADDRESS = 500
 PAGE = 4000
-# Tokens at the most, as `count_tokens` counts them.
+# The most tokens of a sentence and of a passage, as `count_tokens` counts them.
 SENTENCE = 64
 PASSAGE = 128
 EXA = "https://api.exa.ai/search"
@@ -75,9 +75,9 @@ class Exa:
 
 
 class DuckDuckGo:
-    """Searches by DuckDuckGo's pages for people, which the package ddgs reads; there is no service for programs."""
+    """Searches by DuckDuckGo's web pages, which the package ddgs reads: DuckDuckGo has no such service for programs."""
 
-    kinds: ClassVar = {KIND: "text", "News": "news"}
+    kinds: ClassVar = {KIND: "text", "News": "news"}  # the method of ddgs for each
 
     def __init__(self):
         with extra("web", "--retriever duckduckgo"):
@@ -104,7 +104,7 @@ SERVICES = {"exa": Exa, "duckduckgo": DuckDuckGo}
 
 
 def _page(row: Record, url: str, title: str, text: str) -> Page:
-    """Returns a page from a result with these keys; a service may leave out its title or text."""
+    """Returns the page of a result with these keys; a field that the result lacks is empty."""
     return {
         "url": row.text(url, "", blank=True)[:ADDRESS],
         "title": row.text(title, "", blank=True)[:TITLE],
@@ -113,7 +113,7 @@ def _page(row: Record, url: str, title: str, text: str) -> Page:
 
 
 class Recorded:
-    """A service whose answers are recorded in a folder, one file for each; no query is sent twice.
+    """A service whose answers are recorded in a folder, one file for each; a recorded query is not sent again.
 
     Several processes may share the folder.
     """
@@ -162,7 +162,7 @@ class Web:
     encoder: Encoder | None  # None: a hashing encoder that is fitted to the sentences of each query's pages
 
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
-        """Returns the `k` pages nearest to each query, by their nearest sentences."""
+        """Returns for each query a passage of each of the `k` nearest pages: those with the nearest sentences."""
         short_queries = [" ".join(query.split())[:QUERY] for query in queries]
         with ThreadPoolExecutor(AT_ONCE) as threads:
             pages_by_query = list(threads.map(self._pages, short_queries))
@@ -211,7 +211,7 @@ class Web:
 def best_sentences(page_sentences: list[str], scores: np.ndarray) -> str:
     """Returns the sentences with the highest scores as a text, in the order of the page.
 
-    They have at most PASSAGE tokens together; a single sentence may have more.
+    They have at most PASSAGE tokens together, but there is at least one sentence, however long it is.
     """
     indices: list[int] = []
     size = 0

@@ -34,7 +34,7 @@ class Critic:
     protocol: Protocol
 
     def critique(self, prompt: str, failures: Sequence[Episode], number: int, of: int, nonce: str) -> Request:
-        """Asks for what in a prompt caused the failures: critique `number` of the `of` that a round asks for."""
+        """Returns the request for critique `number` of `of`, which says what in the prompt caused these failures."""
         data = {
             "prompt": prompt,
             "form": self.form,
@@ -51,7 +51,7 @@ class Critic:
         )
 
     def edit(self, prompt: str, critique: str, nonce: str) -> Request:
-        """Asks for a prompt that a critique no longer applies to."""
+        """Returns the request for a prompt that the critique no longer applies to."""
         data = {"prompt": prompt, "critique": critique, "form": self.form}
         names = " and ".join(f"{{{name}}}" for name in placeholders(prompt))
         values = {"role": ROLES[self.improved], "placeholders": names}
@@ -79,7 +79,7 @@ class Critic:
 
 
 def _request(template: str, values: Mapping[str, str], data: Mapping, key: str, max_tokens: int, nonce: str) -> Request:
-    """Asks for a JSON object with one text, under `key`.
+    """Returns a request for a JSON object with one text, under `key`.
 
     The system message is prompts/critic/`template`.txt with `values` in its placeholders; the prompt is `data` as JSON.
     """

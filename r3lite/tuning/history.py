@@ -64,7 +64,7 @@ class RoundResult:
 class History:
     """Holds all prompts of a run and its rounds, in a file that is written anew at each change.
 
-    `origin` differs for runs on other prompts or questions.
+    `origin` differs for runs that begin with another prompt or adapter, or have other questions.
     """
 
     def __init__(self, path: Path, origin: str, metric: str, prompt: str):
@@ -117,7 +117,10 @@ class History:
         return self.ranked()[0]
 
     def open_branches(self, number: int, beam: int, branch: int) -> list[tuple[Candidate, list[int]]]:
-        """Returns each prompt of the beam of round `number`, with those of its branches that have no prompt yet."""
+        """Returns those prompts of the beam of round `number` that have branches without a prompt, and these branches.
+
+        The beam has up to `beam` prompts, and each has the branches 1 to `branch`.
+        """
         done = {(c.parent, c.branch) for c in self.candidates if c.round == number}
         beam_with_branches = []
         for parent in self.ranked(before_round=number)[:beam]:
@@ -188,7 +191,7 @@ def most_prompts(rounds: int, beam: int, branch: int) -> PromptCounts:
 
 
 def all_episodes(tuning: TuningSettings, sampled: int, scored: int) -> int:
-    """Returns the most episodes that a run samples over these numbers of questions of --data and of --eval-data."""
+    """Returns the most episodes that a run samples; --data has `sampled` questions, and --eval-data `scored`."""
     prompts = most_prompts(tuning.rounds, tuning.beam, tuning.branch)
     to_criticize = prompts.tried * min(sampled, tuning.sampled_questions)
     to_score = prompts.scored * min(scored, tuning.eval_questions)

@@ -1,4 +1,4 @@
-"""A folder of people's own documents made into passages; one file a layout."""
+"""Makes passages from a folder of a user's own documents. Each layout, such as HTML, has a module here."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from r3lite.retrieval.documents import html, markdown, pdf, python, rows
 from r3lite.retrieval.documents.section import DocumentSection
 
 BINARY = (".pdf",)  # files that are read from bytes and not from text
-# By the end of a file's name: the function that makes sections of its content, and of its path in the folder.
+# By the suffix of a file's name: a function that makes sections from the file's content and its path in the folder.
 READERS: dict[str, Callable[[Any, str], Iterator[DocumentSection]]] = {
     ".txt": lambda text, name: iter([DocumentSection(text)]),
     ".md": markdown.read,

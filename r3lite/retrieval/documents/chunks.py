@@ -1,8 +1,8 @@
 """Text cut into chunks: between sentences, within a budget of tokens, each beginning with the end of the one before.
 
 Tokens are counted without a tokenizer, since chunks must not depend on the encoder. A token is a run of up to 5 letters
-or digits, a sign, or an ideograph. On English prose and on Python these are 2 to 3 % more tokens than BERT's WordPiece
-finds.
+or digits, a sign, or an East Asian character. On English prose and on Python these are 2 to 3 % more tokens than BERT's
+WordPiece finds.
 """
 
 import itertools

@@ -17,7 +17,7 @@ from r3lite.retrieval.documents.section import Unreadable, without_soft_hyphens
 from r3lite.retrieval.index import MANIFEST, SKIPPED, VECTOR_FILES
 from r3lite.settings import DocumentSettings
 
-LONGEST_TITLE = 200  # characters; a longer one is cut to its last ones, which are of the innermost heading
+LONGEST_TITLE = 200  # characters; of a longer title the end is kept, which has the innermost heading
 NAMED = 3  # files that a summary names for each reason
 
 
@@ -148,7 +148,7 @@ def _passages(
         title = " ".join(without_soft_hyphens(section.title).split())
         if len(title) > LONGEST_TITLE:
             title = f"...{title[-LONGEST_TITLE:]}"
-        # The title is encoded with each passage, and so counts; but half the budget at least is for the text.
+        # Title and head are encoded with each passage, and so count; but at least half of the budget is for the text.
         budget = settings.chunk_tokens - count_tokens(title) - count_tokens(section.head)
         budget = max(budget, settings.chunk_tokens // 2)
         for text in chunks(without_soft_hyphens(section.text), budget, settings.chunk_overlap):

@@ -32,13 +32,13 @@ BREAK_END = re.compile(r"</br\s*>", re.IGNORECASE)
 
 
 def read(text: str, name: str) -> Iterator[DocumentSection]:
-    """Returns sections by headings. The page's title is that of the text before the first heading.
+    """Returns sections by headings. The text before the first heading gets the page's title.
 
-    A tag that does not end is not text.
+    If the file ends within a tag, that tag is left out.
     """
     with extra("documents", f"the HTML file {name}", "Or take the HTML files out of the folder."):
         from lxml import etree
-    # A browser makes breaks of these two end tags even without a start tag; lxml does not report them.
+    # Without a start tag, browsers still break at these two end tags, but lxml does not report them.
     text = BREAK_END.sub("<br>", PARAGRAPH_END.sub(r"\g<0> ", text))
     page = _Page()
     parser = etree.HTMLParser(target=page, huge_tree=True)  # without huge_tree, long attributes are lost
@@ -57,7 +57,7 @@ class _Page:
         self.line_ended = False  # True if the next text of the paragraph begins a line
         self.heading = 0  # level of the open heading; 0: none is open
         self.preformatted = 0  # number of open elements of PREFORMATTED
-        self.left_out = 0  # while an element is left out: the open elements from it on; 0: none is left out
+        self.left_out = 0  # number of open elements in one that is left out, itself included; 0: none is left out
         self.in_title = False
 
     def start(self, tag: str, attributes: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from r3lite.core.errors import extra
 from r3lite.retrieval.documents.section import DocumentSection, Unreadable
 
-LARGEST = 1 << 26  # bytes of all pages, unpacked: a small file may unpack to any size, which takes memory and hours
+LARGEST = 1 << 26  # the most bytes of all pages, unpacked: a small file may unpack to any size, and take hours
 GLYPHS = re.compile(r"[\ufb00-\ufdff\ufe70-\ufefc]+")  # ligatures and the forms of Arabic letters within a word
 WORD = re.compile(r"\w+(?:-\w+)*")
 # A word whose second part is in the next line: the parts before and after a hyphen at the end of a line.
@@ -29,7 +29,7 @@ def read(content: bytes, name: str) -> Iterator[DocumentSection]:
     """
     with extra("documents", f"the PDF {name}", "Or take the PDFs out of the folder."):
         import pypdf
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # pypdf logs each flaw that it can read over
+    logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # pypdf logs each flaw that it can read past
     try:
         reader = pypdf.PdfReader(io.BytesIO(content))
         if reader.is_encrypted and not reader.decrypt(""):
@@ -62,7 +62,7 @@ def _whole_words(text: str) -> str:
     A PDF does not say whether a hyphen belongs to its word, as in "multi-hop". The spelling that the document has more
     often is taken. If it has both equally often, or neither, the hyphen belongs to the word if the word has another
     hyphen or, before this one, a digit ("20th-century"), if no small letter follows ("Jean-Paul"), or if the word
-    begins as compounds do.
+    begins as compounds do. A hyphen before "and" and the like stays, with a blank after it ("pre- and post-war").
     """
     counts = Counter(WORD.findall(text.casefold()))
 

@@ -75,7 +75,7 @@ def _of_columns(row: Row) -> DocumentSection:
 
 
 def _texts(row: Row, names: tuple[str, ...]) -> list[str]:
-    """Returns the texts of the columns with one of `names`: the first name whose columns have a text that is not blank.
+    """Returns the non-blank texts of the columns with one name: the first of `names` that has any; [] if none has.
 
     The letter case of names does not matter.
     """

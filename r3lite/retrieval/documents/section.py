@@ -1,4 +1,4 @@
-"""The common part of the layouts of documents: sections, into which they cut a document, and unreadable documents."""
+"""What the layouts of documents share: the sections that they make, and the exception for an unreadable document."""
 
 import re
 from collections.abc import Iterable, Iterator
