@@ -95,7 +95,13 @@ def read_setup(config: RetrieveConfig, top_k: int) -> "Setup":
     if data.data:
         questions = read_questions(data.data, data.limit, data.skip_bad_rows)
     settings = dataclasses.replace(config.retrieval, top_k=top_k)
-    return Setup(settings, questions, config.common.seed, skip_bad_rows=data.skip_bad_rows)
+    return Setup(
+        settings,
+        questions,
+        config.common.seed,
+        skip_bad_rows=data.skip_bad_rows,
+        gives_up=not config.retrieve.serve,
+    )
 
 
 def show_query(config: RetrieveConfig) -> None:

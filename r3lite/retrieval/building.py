@@ -171,7 +171,7 @@ def _cut_to_reusable(build: IndexBuild, encoder: Encoder, file: VectorFile) -> i
     if reusable != n:
         reusable = reusable // BLOCK * BLOCK
     file.cut(reusable)
-    if 0 < reusable < n:
+    if reusable:
         # The last of these vectors is encoded again: it differs if the encoder has other weights now.
         last = reusable - 1
         recomputed = encoder.encode_passages([build.passages[last]], lambda count: None)

@@ -164,12 +164,10 @@ class Web:
     def search(self, queries: list[str], k: int) -> list[list[Document]]:
         """Returns for each query a passage of each of the `k` nearest pages: those with the nearest sentences."""
         short_queries = [" ".join(query.split())[:QUERY] for query in queries]
+        unique_queries = list(dict.fromkeys(short_queries))
         with ThreadPoolExecutor(AT_ONCE) as threads:
-            pages_by_query = list(threads.map(self._pages, short_queries))
-        rankings = []
-        for query, pages in zip(short_queries, pages_by_query, strict=True):
-            rankings.append(self._nearest(query, pages)[:k])
-        return rankings
+            pages_of = dict(zip(unique_queries, threads.map(self._pages, unique_queries), strict=True))
+        return [self._nearest(query, pages_of[query])[:k] for query in short_queries]
 
     def _pages(self, query: str) -> list[Page]:
         if not query:

@@ -80,7 +80,9 @@ class History:
         record = read_record(self.path, REMEDY)
         if record.text("origin") != self.origin:
             raise R3LiteError(
-                f"{self.path} has another first prompt or other questions", REMEDY, code="history-differs"
+                f"{self.path} has another first prompt, another adapter or other questions",
+                REMEDY,
+                code="history-differs",
             )
         self.candidates = [Candidate.from_json(candidate) for candidate in record.records("candidates")]
         ids = [candidate.id for candidate in self.candidates]

@@ -93,6 +93,17 @@ def test_a_build_that_was_begun_with_something_else_is_not_thrown_away(tmp_path,
     assert build(tmp_path / "i", Counted()) == 8
 
 
+def test_another_encoder_is_noticed_when_all_vectors_are_there(tmp_path, small_blocks):
+    """The index was made of the vectors of one encoder with the probes of the other, and refused by every search."""
+    with building.open_build(tmp_path / "i", iter(DOCUMENTS)) as made:
+        assert building.encode(made, Counted(), "flat") == 0
+    other = Counted()
+    other.inner.idf = other.inner.idf[::-1].copy() * np.arange(1, len(other.inner.idf) + 1)
+    with raises(R3LiteError, "build-encoder-differs"):
+        build(tmp_path / "i", other)
+    assert build(tmp_path / "i", Counted()) == len(DOCUMENTS)
+
+
 def test_an_error_before_the_first_vector_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path / "i", Counted(0))

@@ -69,6 +69,14 @@ def test_the_nearest_pages_come_first_with_their_nearest_sentences(exa):
     assert len(ask(RetrievalSettings(**vars(settings) | {"top_k": 1}), "Who directed Blue Harbor?")[0]) == 1
 
 
+def test_queries_that_the_limit_of_characters_makes_equal_are_sent_once(exa):
+    long = "word " * web.QUERY
+    fake, settings = exa((200, PAGES, 0))
+    one, other = ask(settings, f"{long}a", f"{long}b")
+    assert one == other
+    assert len(fake.bodies) == 1
+
+
 def test_a_passage_is_as_long_as_it_may_be_and_in_the_order_of_the_text(exa, monkeypatch):
     monkeypatch.setattr(web, "PASSAGE", 20)
     _, settings = exa((200, PAGES, 0))

@@ -168,9 +168,11 @@ def _content(path: Path, limit: int) -> bytes:
             content = file.read(limit + 1)  # the file may have grown meanwhile
     except OSError as error:
         raise Unreadable("that cannot be read", error.strerror or str(error)) from error
+    if len(content) > limit:
+        raise Unreadable(f"larger than {limit >> 20} MiB", "it is growing; --max-file-mib")
     if not content.strip():
         raise Unreadable("empty")
-    return content[:limit]
+    return content
 
 
 def _decoded(content: bytes) -> str:
