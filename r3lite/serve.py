@@ -8,7 +8,7 @@ from r3lite.core.errors import extra
 from r3lite.core.listening import listen, token_of, url_of
 from r3lite.settings import ServeConfig
 
-# What a user can do about the note that `LiveAnswers.notes` has on a mode.
+# By mode: what to pass if what `LiveAnswers.notes` says of this mode is not wanted.
 ADVICE = {
     "chat": "to chat with the model as it was before, pass --adapters NAME=RUN,base --chat-adapter base",
     "reasoning": "to search there, too, pass --retrieving-modes reasoning,search",
@@ -73,7 +73,7 @@ def plan(config: ServeConfig) -> str:
     from r3lite.assembly.answering_live import plan_lanes
 
     check_extra()
-    token_of(config.server.host)
+    token_of(config.server.host)  # raises R3LiteError if other machines can reach the host and no token is set
     check_retriever(config)
     memory = plan_lanes(config)
     return f"\nMemory, for episodes of {config.lengths.max_length} tokens\n{memory.table()}"

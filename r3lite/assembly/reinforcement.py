@@ -14,7 +14,7 @@ import torch
 from r3lite.assembly import answer_round, rl_guidance, rl_questions, rl_setup, teacher
 from r3lite.assembly.local_client import client_maker
 from r3lite.assembly.rl_round import Round, RoundSampler
-from r3lite.assembly.samplers import sampler_maker
+from r3lite.assembly.samplers import sampler_of
 from r3lite.assembly.teacher import Teacher
 from r3lite.assembly.validation import Validation, build_validation, read_held_out
 from r3lite.core import run_files
@@ -88,14 +88,15 @@ class RLTrainer:
         """Takes the optimizer steps of a round and returns their metrics.
 
         Takes no step and returns no metrics if there is no episode to learn from: if all rewards are missing, or if,
-        with --refill-limit or --learn answer, all groups lack variance.
+        with --refill-limit or --learn answer, all groups lack variance (with verifree: if no reward is above 0).
         """
         rollouts = sampled.rollouts(self.config.rl.failed_below)
         if not rollouts:
             return {}
         if self.teacher:
             with watch.stage("teacher"):
-                # Failed episodes get a teacher's distributions, or make way for cached trajectories that have them.
+                # A loaded teacher adds its distributions to failed episodes. A cached one replaces failed episodes by
+                # trajectories that have its distributions.
                 batch = self.teacher.batch(rollouts, sampled.question_ids)
         else:
             batch = Batch.of(rollouts)
@@ -105,7 +106,8 @@ class RLTrainer:
     def rehearse(self) -> None:
         """Runs an update on the longest episodes that a round may have, without its optimizer step."""
         make_taught_batch = None
-        # A `TeacherInTurns` loads a model and runs it; a `CachedTeacher` has read its distributions from files.
+        # A `TeacherInTurns` runs a model, so its pass is tried out, too. A `CachedTeacher` has read its distributions
+        # from files.
         if isinstance(self.teacher, teacher.TeacherInTurns):
             make_taught_batch = self.teacher.batch
         rl_setup.rehearse(self.learner, make_taught_batch)
@@ -184,9 +186,10 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         ranks=ranks,
         mean_entropies=learner.mean_entropies,
     )
-    run_teacher = teacher.build_teacher(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
-    make_sampler = sampler_maker(config, questions, engine=engine, learner=learner)
-    round_sampler = make_sampler(
+    teacher_of_run = teacher.build_teacher(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
+    # RoundSampler or, with --learn answer, another class whose further fields are set already.
+    sampler_class = sampler_of(config, questions, engine=engine, learner=learner)
+    round_sampler = sampler_class(
         config=config,
         questions=questions,
         engine=engine,
@@ -215,7 +218,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
         state=state,
         guard=guard,
         episodes_file=run.output / run_files.EPISODES,
-        teacher=run_teacher,
+        teacher=teacher_of_run,
         spans=spans,
     )
     return trainer, validation

@@ -45,7 +45,7 @@ class Round:
     expansions: dict[int, Expansion] = field(default_factory=dict)  # by the index of the new episode
     learned_groups: set[int] | None = None  # the groups to learn from; None: all
     extra_metrics: dict[str, float] = field(default_factory=dict)  # metrics of the stages that made the round
-    off_policy: list[Rollout] = field(default_factory=list)  # further episodes of the groups, not of this round
+    off_policy: list[Rollout] = field(default_factory=list)  # episodes of a teacher or of earlier rounds, in the groups
 
     def appended(self, new: "Round") -> "Round":
         """Returns the round with the episodes of `new` after its own."""
@@ -74,7 +74,7 @@ class Round:
         return [by_group[group] for group in sorted(by_group)]
 
     def near_misses(self) -> list[NearMiss]:
-        """Returns the wrong episodes with a step that retrieved a gold paragraph which no earlier step had."""
+        """Returns the wrong episodes that retrieved a gold paragraph, each with its last step that found a new one."""
         near_misses = []
         for i, reward in enumerate(self.rewards):
             new_gold = self.sequences[i].episode().new_gold()

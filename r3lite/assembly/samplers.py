@@ -13,15 +13,15 @@ from r3lite.rollout.engine import Engine
 from r3lite.settings import PpoConfig
 
 
-def sampler_maker(
+def sampler_of(
     config: PpoConfig,
     questions: list[Question],
     engine: Engine,
     learner: Learner,
 ) -> Callable[..., RoundSampler]:
-    """Returns what builds a run's sampler from the fields of RoundSampler.
+    """Returns the class of a run's sampler, to be called with the fields of RoundSampler.
 
-    The further fields that --learn answer needs are set already.
+    The further fields of the classes for --learn answer are set already.
     """
     if config.rl.learn != "answer":
         return RoundSampler

@@ -87,7 +87,7 @@ class SFTTrainer:
         with self.spans.span("update", rows=len(rows)):
             # This calls `add_gradients(rows)`. If memory runs out, it drops the gradients, makes the passes of the
             # phase "update" smaller and calls it again. (The other phase, "sample", is RL's.) `policy.grant`
-            # (core/grant.py) has the sizes of the passes.
+            # has the sizes of the passes; it is a `ShrinkingGrant` (memory/shrinking.py).
             rank_loss_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device, so that `rank_loss_parts` can be read
         loss_parts = sum_by_name(self.ranks.gather(rank_loss_parts))
@@ -102,10 +102,10 @@ class SFTTrainer:
     def rehearse(self) -> None:
         """Tries out whether memory suffices for a step of the run's longest rows, and drops the gradients.
 
-        Sizes of passes that had to be reduced stay reduced. One process tries only the largest micro-batch of these
-        rows. Several ranks try all of these rows: `add_gradients` divides its rows among the ranks, so with those of
-        one micro-batch no rank would run all of it. Micro-batches of shorter rows may be larger, but are within
-        `micro_batch_tokens`, which the memory plan covers.
+        Sizes of passes that had to be reduced stay reduced. A single process tries the largest micro-batch of these
+        rows. Several ranks try all of the rows instead: `add_gradients` would divide the rows of one micro-batch among
+        the ranks, and no rank would try a full one. Micro-batches of shorter rows may have more tokens, but at most
+        `micro_batch_tokens`, for which the memory plan allows.
         """
         rows = sorted(self.rows, key=lambda row: len(row.tokens))[-self.config.rows_per_step :]
         if self.ranks.size == 1:
@@ -118,7 +118,7 @@ class SFTTrainer:
             self.policy.grant.run_within_memory("update", self.add_gradients, rows)
 
     def add_gradients(self, rows: list[Row]) -> dict[str, Tensor]:
-        """Adds the gradients of the mean loss over `rows`, all rows of a step or, in `rehearse`, of one micro-batch.
+        """Adds the gradients of the mean loss over `rows`: the rows of a step, or those that `rehearse` tries.
 
         This rank runs only its share of them.
 

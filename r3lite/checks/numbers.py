@@ -1,4 +1,4 @@
-"""Checks of the model's numbers: the device, cache, graphs, sampler, NF4 and offload change none beyond rounding."""
+"""Checks of numbers: device, cache, graphs, sampler and offload change them only by rounding; NF4 is as defined."""
 
 from collections.abc import Callable
 
@@ -96,20 +96,21 @@ def _fp32_and_run_precision(precision: Precision) -> dict[torch.dtype, Precision
 
 
 def cached_decode(precision: Precision) -> Finding:
-    """Compares rows that a KV cache reads piece by piece with whole rows, in fp32 and in the run's dtype."""
+    """Compares rows that the model reads in pieces, with a KV cache, with whole rows; in fp32 and the run's dtype."""
     precisions = _fp32_and_run_precision(precision)
     return closeness({dtype: _in_pieces_and_whole(p) for dtype, p in precisions.items()})
 
 
 @torch.no_grad()
 def _in_pieces_and_whole(precision: Precision) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of rows that a KV cache reads in pieces, and those of the same rows read whole."""
+    """Returns log-probabilities of rows that the model reads in pieces, with a KV cache, and of the same rows whole."""
     model = tiny(precision)
     rows = sentences()
     of_whole_rows = logprobs(model, rows, precision)
     cache = KVCache.of(model, len(rows))
     hidden_of_rows: list[list[Tensor]] = [[] for _ in rows]  # the hidden states of each piece
-    # Each pass reads so many tokens of each of the four rows. A pass of one token per row is a decoding step.
+    # Each list is a pass: how many tokens it reads of each of the four rows. With one token per row it is a decoding
+    # step.
     decoding_steps = [[1, 1, 1, 1]] * 3
     passes = [[40, 25, 61, 5], *decoding_steps, [30, 41, 1, 17], *decoding_steps]
     read_lengths = [sum(counts) for counts in zip(*passes)]
@@ -143,8 +144,8 @@ def _read(model: CausalLM, cache: KVCache, pieces: list[list[int]]) -> list[Tens
     return list(hidden.split([len(piece) for piece in pieces]))
 
 
-# The number of rows in each decoding step of `graphs`. 3 rows run in the graph for 4 rows. During the first steps the
-# longest row grows beyond BLOCK slots.
+# The number of rows in each decoding step of `graphs`. The caches have 6 rows. 3 rows run in a graph for 4; at the
+# fourth step the longest row exceeds BLOCK slots, which takes another graph. 5 rows run in the graph for 6.
 STEPS = (3, 3, 3, 3, 6, 1, 5)
 DRAFTS = (1, 8, 3)  # the number of tokens of each row in a pass over drafts, which comes after the steps
 # The graphs that STEPS and DRAFTS capture, in this order: for how many rows, tokens of a row, and slots of a row.
@@ -268,7 +269,7 @@ def nf4_weights(precision: Precision) -> Finding:
     product_off = float(difference / exact.abs().mean())
     bound = NF4_BOUNDS[precision.dtype]
     message = f"{codes_differ:.1%} of codes differ from the CPU; weights off by {weights_off:.1e}, "
-    message += f"product by {product_off:.1e}, {bound:g} allowed"
+    message += f"product by {product_off:.1e} ({bound:g} allowed), error of four bits {error:.2g}"
     return judged(
         codes_differ <= 1e-3 and weights_off <= 1e-5 and product_off <= bound and error <= NF4_ERROR,
         message,
@@ -315,8 +316,9 @@ def offload(precision: Precision) -> Finding:
 
 
 def _gradients(precision: Precision, offloaded: bool) -> Tensor:
-    """Returns all gradients of an adapter, as one vector on the host, of the cross-entropy of rows of `sentences`.
+    """Returns the gradients of the cross-entropy of some `sentences` with respect to an adapter, as one vector.
 
+    The vector is on the host.
     The layers are recomputed in the backward pass; if `offloaded`, their inputs wait for it in the host's memory.
     """
     model = tiny(precision, adapted=True)

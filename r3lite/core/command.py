@@ -116,7 +116,9 @@ class Command:
         config.check_settings(self.table or self.name)
         processes = torchrun_world().size
         if processes > 1 and self.name not in DISTRIBUTED:
-            cause = f"torchrun has started {processes} processes, and {self.name} is one: python -m r3lite.{self.name}"
+            cause = (
+                f"torchrun has started {processes} processes, but {self.name} runs in one: python -m r3lite.{self.name}"
+            )
             raise UsageError(
                 f"{cause}. Only {' and '.join(DISTRIBUTED)} can run in several", code="processes-unsupported"
             )

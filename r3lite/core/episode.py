@@ -22,7 +22,7 @@ SEARCHING = "searching"
 class Document:
     """Holds a passage of a corpus or a paragraph that came with a question.
 
-    A retriever sets `score` and `source`, its own name. They are not part of the passage: they are not written to
+    A retriever sets `score`, and `source` to its own name. Neither is part of the passage: they are not written to
     files, and equality ignores them. `metadata` are further fields of the corpus; searches can be filtered by them.
     """
 

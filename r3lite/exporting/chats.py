@@ -1,6 +1,6 @@
-"""Chats with an exported model: other programs must build the prompts of the training.
+"""Makes other programs build the same prompts from an export as the training did.
 
-Therefore an export has the special tokens and the chat template of the training, and its prompts are checked.
+For that, an export has the special tokens and the chat template of the training, and its prompts are checked.
 """
 
 import json
@@ -44,8 +44,8 @@ def opening(tokenizer: Tokenizer, protocol: Protocol, question: str) -> list[dic
 def trained_template(tokenizer: Tokenizer) -> str:
     """Returns the chat template of the training.
 
-    In it thoughts are switched on or off as in the training, whatever a program's default is, and a date is that of the
-    training.
+    It switches thoughts on or off as in the training, whatever a program's default is. `template.source` has the date of
+    the training already.
     """
     source = tokenizer.template.source
     value = str(tokenizer.template.variables[SWITCH]).lower()
@@ -61,10 +61,10 @@ def write_dated(output: Path, tokenizer: Tokenizer) -> None:
 
 
 def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns, for `saving.save_merged`, by file the values in which an export differs from its base in `folder`.
+    """Returns what an export changes in the files of its base in `folder`, by file name, for `saving.save_merged`.
 
-    The value of a JSON file is a dict of keys to set, that of the chat template is the text. The end-of-text token is
-    set to the token that ends a turn: some bases have another one, and would never stop.
+    The value of a JSON file is a dict of keys to set, that of the chat template is the text. The token that ends a turn
+    becomes the end-of-text token, and the first of several: some bases have another one, and would never stop.
     """
     path = folder / GENERATION
     if not path.is_file():
@@ -81,7 +81,7 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
         GENERATION: ids | {"eos_token_id": ends},
         TOKENIZER: dict(tokens),
     }
-    if tokenizer.other_class:
+    if tokenizer.other_class:  # by which transformers would split texts otherwise than tokenizer.json says
         by_file[TOKENIZER]["tokenizer_class"] = FOLLOWS_THE_FILE
     if (folder / SPECIAL).is_file():
         by_file[SPECIAL] = tokens
@@ -95,7 +95,8 @@ def changes(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
 def check_folder(folder: Path, messages: list[dict[str, str]], ids: list[int]) -> None:
     """Raises R3LiteError unless transformers makes the prompt `ids` of `messages` with a model folder.
 
-    The prompt is that of another day, made by the tokenizer class that the folder names.
+    The prompt is rendered as if on ANOTHER_DAY: today's date must not get into it. Also raises R3LiteError if the
+    tokenizer class that the folder names splits texts otherwise than the training did.
     """
     config = read_record(folder / TOKENIZER, "")
     record = read_record(folder / "tokenizer.json", "")
@@ -161,7 +162,8 @@ def check(where: str, definition: str, text: str, ids: list[int], adds_first: bo
 def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:
     """Returns Ollama's Modelfile: the weights, and a template that puts the question into the prompt."""
     text = tokenizer.chat_text(opening(tokenizer, protocol, "\0"))  # "\0" stands for the question
-    # What would have a meaning in the template is written as an action that prints a string: {{ "{{" }}.
+    # `{{` would begin an action of Ollama's template, and `"""` would end it: each is written as an action that prints it,
+    # such as {{ "{{" }}.
     text = re.sub(r'{{|"""', lambda match: f"{{{{ {json.dumps(match[0])} }}}}", text)
     text = text.replace("\0", "{{ .Prompt }}")
     stop = f"PARAMETER stop {tokenizer.stop}\nPARAMETER temperature 0\n"

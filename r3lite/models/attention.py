@@ -128,10 +128,10 @@ def grouped_attention(
     CUDA only the flash and math kernels know it: cards without FlashAttention-2 would silently use the math kernel,
     which takes O(T^2) memory.
     """
-    B, kv_heads, S, D = kv.shape  # kv_heads: 2 K
+    B, keys_and_values, S, D = kv.shape  # keys_and_values: 2 K
     H = q.shape[1]
-    query_heads = H // (kv_heads // 2)  # of each key head
-    kv = kv[:, :, None].expand(B, kv_heads, query_heads, S, D)
+    group = H // (keys_and_values // 2)  # the number of query heads of each key head
+    kv = kv[:, :, None].expand(B, keys_and_values, group, S, D)
     k, v = kv.reshape(B, -1, S, D).chunk(2, dim=1)  # [B, H, S, D]
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)  # [B, H, T, D]
     return out.transpose(1, 2).flatten(2)

@@ -259,10 +259,9 @@ class Layout:
         for step in steps:
             text = self.protocol.render(step, len(transcript.steps) + 1)
             turn = self._thoughts.encode_turn(transcript.tokens, text)
-            # Without `user_turns` every step ends with a stop string, and no stop token follows it: neither behind a
-            # search, whose documents follow in the same assistant turn, nor behind the answer.
-            ends_at_stop_string = not self.protocol.user_turns and text.endswith(self.protocol.stop_strings)
-            if not ends_at_stop_string:
+            # In a protocol without `user_turns` every step ends with a stop string. No stop token follows it: neither
+            # behind a search, whose documents follow in the same assistant turn, nor behind the answer.
+            if self.protocol.user_turns:
                 turn = [*turn, self.tokenizer.stop_id]
             transcript.write(turn)
             documents = [search.documents for search in step.searches]

@@ -220,9 +220,8 @@ class R3(Protocol):
         for heading, section in zip(written_headings, texts):
             sections.setdefault(heading, section.strip())
         analysis = sections.get(self.headings.analysis, "")
-        # Text before the first heading is never part of the analysis. After `Step k:` it is the fault "no_analysis",
-        # even if an analysis with its heading follows. Without `Step k:` the step has the fault "no_step_heading"
-        # anyway, and this text adds no other.
+        # Text between `Step k:` and the first heading is the fault "no_analysis", even if an analysis with its heading
+        # follows. A turn without `Step k:` has the fault "no_step_heading" instead, whatever its first words are.
         has_text_before_headings = step_number is not None and preamble.strip()
         faults = faults_if(
             no_step_heading=step_number is None,

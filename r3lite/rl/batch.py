@@ -1,7 +1,7 @@
-"""Episodes as padded tensors [B, T] (`Batch`), and the numbers of their action tokens as flat tensors [N].
+"""Episodes as padded tensors [B, T] (`Batch`), and log-probabilities, advantages and more of their N action tokens.
 
 A batch stays in host memory, where masks are read without waiting for the device. The model runs on packs of its rows,
-and the losses get the numbers of its action tokens on the device (`ActionTokens`). Position t of every [B, T] tensor
+and the losses get flat tensors [N] of its action tokens on the device (`ActionTokens`). Position t of every [B, T] tensor
 belongs to token t: whether this token is an action, its log-probability given the tokens before it, the value of
 the state before it, the reward given after it.
 """
@@ -219,9 +219,9 @@ def _signal(rollout: Rollout) -> float:
 
 @dataclass(frozen=True)
 class ActionTokens:
-    """The numbers of the N action tokens of a micro-batch, on the device: tensors [N] in row-major order.
+    """Log-probabilities, advantages and more of the N action tokens of a micro-batch, on the device.
 
-    A tensor that the batch does not have is None here, too. `actions[places]` takes the same slice of each tensor.
+    They are tensors [N] in row-major order. A tensor that the batch does not have is None here, too. `actions[places]` takes the same slice of each tensor.
     """
 
     old_logprobs: Tensor  # log pi_old, the denominator of the ratios

@@ -135,7 +135,7 @@ class Engine:
         if quiet:
             bar_style = bar_style | {"disable": True}
         bar = tqdm(total=len(sequences), unit="episode", **bar_style)
-        progress_lines = bars.TimedLines(bar, progress, "episodes")
+        progress_bar = bars.TimedLines(bar, progress, "episodes")  # moves the bar, or prints lines if it is not drawn
         try:
             with self.autocast(), closing(Fetcher(retrieve, self.spans)) as fetcher, bar:
                 # Some baselines retrieve before the first turn.
@@ -145,14 +145,14 @@ class Engine:
                         self._splice(sequence, documents)
                 # A sequence is finished already if its prompt and documents leave no room for an answer.
                 unfinished = [sequence for sequence in sequences if sequence.finish is None]
-                progress_lines.update(len(sequences) - len(unfinished))
+                progress_bar.update(len(sequences) - len(unfinished))
                 row_count = min(self.grant.memory.rollout_batch_size, len(unfinished))
                 scheduler, decoder = self.build_scheduler_and_decoder(unfinished, row_count)
                 # No weight changes while sampling: the adapter is cast to the model's dtype once, not in each pass.
                 with cast_once(self.model, self.model.head_weight.dtype):
                     while scheduler.waiting or scheduler.rows:
-                        self.iterate(scheduler, decoder, fetcher, on_finish=progress_lines.update)
-                        progress_lines.tick()
+                        self.iterate(scheduler, decoder, fetcher, on_finish=progress_bar.update)
+                        progress_bar.tick()
         finally:
             self.model.train(was_training)
         return sequences
@@ -322,9 +322,9 @@ class Engine:
         return [SampledToken(*values) for values in zip(*columns, strict=True)]
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> bool:
-        """Appends a sampled token to a sequence. If its logits are not finite, `_fail` is called instead.
+        """Appends a sampled token to a sequence and returns True.
 
-        Returns False in that case, if `_fail` did not raise.
+        If the logits were not finite, calls `_fail` instead; if that does not raise (`lanes.LaneEngine`), returns False.
         """
         if math.isnan(sampled.logprob):
             error = overflow_error(self.model, sequence.tokens, sequence.question.id)

@@ -2,7 +2,7 @@
 
 Queries are sent, and documents are taken, after fixed numbers of the engine's iterations and never by the clock. So
 the same sequences are decoded together in every run, and results are equal to the last bit. The server is an exception:
-if the sequences of one adapter all wait for documents, those of the others continue meanwhile (lanes.py).
+it skips an adapter whose sequences all wait, until their documents have come, and so depends on the clock (lanes.py).
 """
 
 from collections import deque

@@ -88,9 +88,9 @@ class Scheduler:
             self._drop_drafts(i, first)
 
     def _drop_drafts(self, i: int, row: list[Sequence]) -> None:
-        """Removes from row i of the cache what the sequences of `row` do not have: drafts that were not accepted.
+        """Cuts row i of the cache to the tokens of `row`'s sequences without their last one, which is run next.
 
-        Of their tokens all but the last may stay; the last one is run next.
+        What this removes are drafts that were not accepted.
         """
         length = len(row[0].tokens) - 1
         if self.cache.lengths[i] > length:

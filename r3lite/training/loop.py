@@ -84,7 +84,8 @@ def train(
             if done < last and state.precision.device.type in REHEARSED:
                 with interrupts.step():
                     trainer.rehearse()
-            record_of_step_0 = oversight.begin(done)  # of a validation before the first step; None: there is none
+            # The record of a validation before the first step; None if there is no such validation.
+            record_of_step_0 = oversight.begin(done)
             if record_of_step_0 is not None:
                 log.write(record_of_step_0)
                 log.sync()

@@ -68,7 +68,7 @@ class Algorithm:
     has_episode_ratios: ClassVar[bool] = False  # `log_ratios` needs `actions.episode_log_ratios`
     has_traces: ClassVar[bool] = False  # a teacher's traces join the groups of their questions
     has_replay: ClassVar[bool] = False  # successful episodes of earlier rounds join the groups of their questions
-    learns_right_answers: ClassVar[bool] = False  # also learns the right answers; their probabilities are the rewards
+    learns_right_answers: ClassVar[bool] = False  # also learns right answers, each with its probability as reward
     # (returns [B], groups [B]) -> advantages [B]. Needed by `with_advantages` below; see rl/advantages.py.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
@@ -104,7 +104,8 @@ class Algorithm:
     def max_off_policy(self) -> int:
         """The largest number of off-policy episodes in a round.
 
-        Here one trace for each question of --trace-share, and one replayed success for each of --replay-share.
+        In this class: a trace for each question in a round's --trace-share, and a replayed success for each in its
+        --replay-share.
         """
         settings = self.settings
         traces = settings.question_count(settings.trace_share) if self.has_traces else 0
