@@ -44,8 +44,8 @@ def opening(tokenizer: Tokenizer, protocol: Protocol, question: str) -> list[dic
 def trained_template(tokenizer: Tokenizer) -> str:
     """Returns the chat template of the training.
 
-    It switches thoughts on or off as in the training, whatever a program's default is. `template.source` has the date of
-    the training already.
+    It switches thoughts on or off as in the training, whatever a program's default is. `template.source` already has
+    the date of the training.
     """
     source = tokenizer.template.source
     value = str(tokenizer.template.variables[SWITCH]).lower()
@@ -162,8 +162,8 @@ def check(where: str, definition: str, text: str, ids: list[int], adds_first: bo
 def modelfile(file: str, protocol: Protocol, tokenizer: Tokenizer) -> str:
     """Returns Ollama's Modelfile: the weights, and a template that puts the question into the prompt."""
     text = tokenizer.chat_text(opening(tokenizer, protocol, "\0"))  # "\0" stands for the question
-    # `{{` would begin an action of Ollama's template, and `"""` would end it: each is written as an action that prints it,
-    # such as {{ "{{" }}.
+    # `{{` would begin an action of Ollama's template, and `"""` would end it. So each is written as an action that
+    # prints it, such as {{ "{{" }}.
     text = re.sub(r'{{|"""', lambda match: f"{{{{ {json.dumps(match[0])} }}}}", text)
     text = text.replace("\0", "{{ .Prompt }}")
     stop = f"PARAMETER stop {tokenizer.stop}\nPARAMETER temperature 0\n"

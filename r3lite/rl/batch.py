@@ -1,8 +1,8 @@
 """Episodes as padded tensors [B, T] (`Batch`), and log-probabilities, advantages and more of their N action tokens.
 
 A batch stays in host memory, where masks are read without waiting for the device. The model runs on packs of its rows,
-and the losses get flat tensors [N] of its action tokens on the device (`ActionTokens`). Position t of every [B, T] tensor
-belongs to token t: whether this token is an action, its log-probability given the tokens before it, the value of
+and the losses get flat tensors [N] of its action tokens on the device (`ActionTokens`). Position t of every [B, T]
+tensor belongs to token t: whether this token is an action, its log-probability given the tokens before it, the value of
 the state before it, the reward given after it.
 """
 
@@ -221,7 +221,8 @@ def _signal(rollout: Rollout) -> float:
 class ActionTokens:
     """Log-probabilities, advantages and more of the N action tokens of a micro-batch, on the device.
 
-    They are tensors [N] in row-major order. A tensor that the batch does not have is None here, too. `actions[places]` takes the same slice of each tensor.
+    They are tensors [N] in row-major order. A tensor that the batch does not have is None here, too. `actions[places]`
+    takes the same slice of each tensor.
     """
 
     old_logprobs: Tensor  # log pi_old, the denominator of the ratios

@@ -324,7 +324,8 @@ class Engine:
     def _append(self, sequence: Sequence, sampled: SampledToken) -> bool:
         """Appends a sampled token to a sequence and returns True.
 
-        If the logits were not finite, calls `_fail` instead; if that does not raise (`lanes.LaneEngine`), returns False.
+        If the logits were not finite, calls `_fail` instead, and returns False if that does not raise
+        (`lanes.LaneEngine`).
         """
         if math.isnan(sampled.logprob):
             error = overflow_error(self.model, sequence.tokens, sequence.question.id)

@@ -110,8 +110,8 @@ def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
     gather_index = block_index[..., None].expand(-1, -1, BLOCK)  # [B, 1, BLOCK]
     block_probs = blocks.gather(1, gather_index)[:, 0]  # [B, BLOCK]
     block_sums = block_probs.cumsum(-1, dtype=row_sums.dtype)
-    # By rounding, the sum of the block may be a little smaller in `block_sums` than in `totals`. The target is kept below
-    # the former: otherwise no cumulative sum of the block would exceed it.
+    # By rounding, the sum of the block may be a little smaller in `block_sums` than in `totals`. The target is kept
+    # below the former: otherwise no cumulative sum of the block would exceed it.
     highest_target = block_sums[:, -1:] * BELOW_ONE
     target_in_block = torch.minimum(target_in_block, highest_target)
     is_passed = block_sums <= target_in_block

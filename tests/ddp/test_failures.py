@@ -258,7 +258,7 @@ def test_a_rank_that_gives_no_sign_of_life_ends_the_others(toy, tmp_path):
 def test_other_commands_are_refused_and_a_dry_run_prints_once(processes, toy, tmp_path):
     together = processes(2)
     assert together.run("evaluate", ["--data", "x.jsonl"]) == [2, 2]
-    told = "torchrun has started 2 processes, and evaluate is one: python -m r3lite.evaluate"
+    told = "torchrun has started 2 processes, but evaluate runs in one: python -m r3lite.evaluate"
     told += ". Only sft and ppo can run in several"
     assert together.said(0) == f"r3lite.evaluate: {told}\n"
     assert together.said(1) == f"[rank 1] r3lite.evaluate: {told}\n"
