@@ -15,7 +15,7 @@ import safetensors.torch
 import torch
 
 from bench.stress.simulated_cuda import GIB, SimulatedCuda
-from r3lite import evaluate, index, plan, ppo, sft
+from r3lite import collect, evaluate, index, plan, ppo, sft
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.datasets.qa import read_questions
 from r3lite.devices import speed
@@ -201,6 +201,8 @@ def questions(trained, tmp_path_factory) -> list[str]:
     asked = [question.text for question in read_questions(str(path))]
     traces = [{"question": text, "reasoning": "This gives the answer.", "answer": "Rome"} for text in asked]
     write_jsonl(path.with_name("traces.jsonl"), traces)
+    demonstrations = ["--retriever", "golden", "--output", str(path.with_name("demonstrations.jsonl"))]
+    assert collect.main(["--preset", "tiny", "--data", str(path), *demonstrations]) == 0
     return ["--data", str(path), "--adapter", str(trained / "dense cpu")]
 
 
@@ -230,6 +232,8 @@ def train(questions: list[str], output: Path, flags: str, card: SimulatedCuda | 
     run = [*RL.split(), *questions, *flags.split(), "--output", str(output)]
     if "luffy" in flags or "hybrid" in flags:
         run += ["--traces", str(Path(questions[1]).with_name("traces.jsonl"))]
+    if "verifree" in flags:
+        run += ["--contexts", str(Path(questions[1]).with_name("demonstrations.jsonl"))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reward, "score", paid)
         if card:
