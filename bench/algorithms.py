@@ -7,10 +7,10 @@
 For each seed, the quickstart's index, hasty trajectories and SFT adapter are made once. Hasty means that a share of the
 trajectories, HURRIED, answers one hop too early. Each variant then starts from this adapter. It learns with a constant
 rate after the warm-up, ends after a whole round at about --tokens generated tokens, and answers the test questions.
-luffy and hybrid get flawless trajectories (none answers too early) of all training questions as traces. dgpo gets a
-teacher: an adapter that learned from 300 of these trajectories. The same command resumes after a kill: it skips the
-runs that are in the results and continues the unfinished one under --work. Finished runs are added to
-bench/results/algorithms.json; none is replaced. bench/algorithms_page.py makes the page.
+luffy and hybrid get flawless trajectories (none answers too early) of all training questions as traces, and verifree
+gets them as contexts. dgpo gets a teacher: an adapter that learned from 300 of these trajectories. The same command
+resumes after a kill: it skips the runs that are in the results and continues the unfinished one under --work. Finished
+runs are added to bench/results/algorithms.json; none is replaced. bench/algorithms_page.py makes the page.
 """
 
 import argparse

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from r3lite.core.episode import ANSWERED, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.datasets.rl_questions import read_demonstrations
+from r3lite.datasets.rl_questions import in_words, read_demonstrations, source_without
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.sequence import Sequence as SampledSequence
@@ -38,15 +38,13 @@ def read_contexts(
     if too_long:
         message = f"left out {too_long} of {len(questions)} questions, whose demonstrations leave no room for a turn"
         print(message, file=sys.stderr)
-    sources = {context.question.source for context in contexts.values()}
-    for question in questions:
-        if question.source not in sources:
-            of_source = f" of the source {question.source}" if question.source else ""
-            raise R3LiteError(
-                f"no demonstration{of_source} in --contexts leaves room for a turn",
-                "Raise --max-length, or lower --max-new-tokens or --max-document-tokens.",
-                code="contexts-too-long",
-            )
+    source = source_without(questions, [context.question for context in contexts.values()])
+    if source is not None:
+        raise R3LiteError(
+            f"no demonstration{in_words(source)} in --contexts leaves room for a turn",
+            "Raise --max-length, or lower --max-new-tokens or --max-document-tokens.",
+            code="contexts-too-long",
+        )
     return contexts
 
 

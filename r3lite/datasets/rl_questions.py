@@ -89,9 +89,20 @@ def balanced(questions: Sequence[Question]) -> list[Question]:
 
 def _check_sources(questions: Sequence[Question], chosen: Sequence[Question], cause: str, remedy: str) -> None:
     """Raises R3LiteError if no question of a source was chosen. `cause` follows "no question"."""
-    sources = dict.fromkeys(question.source for question in questions)
-    for question in chosen:
-        sources.pop(question.source, None)
-    for source in sources:
-        of_source = f" of the source {source}" if source else ""
-        raise R3LiteError(f"no question{of_source} {cause}", remedy, code="source-without-questions")
+    source = source_without(questions, chosen)
+    if source is not None:
+        raise R3LiteError(f"no question{in_words(source)} {cause}", remedy, code="source-without-questions")
+
+
+def source_without(questions: Sequence[Question], chosen: Sequence[Question]) -> str | None:
+    """Returns the first source of `questions` of which no question was chosen; None if there is none."""
+    sources = {question.source for question in chosen}
+    for question in questions:
+        if question.source not in sources:
+            return question.source
+    return None
+
+
+def in_words(source: str) -> str:
+    """Returns the words for a source in an error; without [[sources]] there are none."""
+    return f" of the source {source}" if source else ""

@@ -1,7 +1,7 @@
 """How much data a run has, in words and as a number, for `--dry-run` and `plan`: nothing is downloaded for it."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,11 +37,7 @@ def summary_of_sft(config: SftConfig) -> Summary:
 
 def summary_of_rl(config: PpoConfig) -> Summary:
     """Returns how many questions a run of RL has, and how many rounds."""
-    missing = missing_of(config.data, config.mixture)
-    for path in config.rl.contexts or ():
-        if not Path(path).exists():
-            missing = missing or path
-    if missing:
+    if missing := missing_of(config.data, config.mixture, config.rl.contexts or ()):
         return Summary(text=f"{missing} is not here yet: its questions are not counted")
     if not entries_of(config.data, config.mixture) and not config.data.data:
         return Summary()
@@ -75,13 +71,17 @@ def table(mixture: SourceSettings, settings: ProtocolSettings, counts: Mapping[s
     return "\n".join([*lines, "", ""])
 
 
-def missing_of(data: DataSettings, mixture: SourceSettings) -> str | None:
-    """Returns the first of a run's files that is not on this machine (a hub string never is); None if all are here."""
+def missing_of(data: DataSettings, mixture: SourceSettings, contexts: Sequence[str] = ()) -> str | None:
+    """Returns the first of a run's files that is not on this machine (a hub string never is); None if all are here.
+
+    `contexts` are the files of --contexts.
+    """
     paths = [entry["file"] for entry in entries_of(data, mixture)]
     if data.data:
         paths.append(data.data)
     if isinstance(data, NewQuestionSettings):
         paths += data.exclude or ()
+    paths += contexts
     for path in paths:
         if not Path(path).exists():
             return path
