@@ -52,7 +52,7 @@ PROMPT = 256  # tokens of the prompt in RL: a question with its instructions
 class Case:
     """One run whose memory and time are measured."""
 
-    size: str
+    size: str  # a model's name in `options.HUB`
     # sft, an algorithm of RL, or a peer: peft, PEFT_STORING (without activation checkpointing), trl (GRPO), trl sft
     algorithm: str
     tokens: int  # of a row; in RL the tokens that are sampled after a prompt of PROMPT tokens
@@ -79,6 +79,10 @@ CASES = [
     Case("1.5B", "grpo", 512, quantize="nf4", budget="4GiB"),
     Case("1.5B", "ppo", 64, quantize="nf4", budget="4GiB"),
     Case("3B", "grpo", 64, quantize="nf4", budget="4GiB"),
+    *(Case(options.GEMMA, "sft", tokens, budget=b) for tokens, b in (
+        (1024, "4GiB"), (2048, "1100MiB"), (2048, "4GiB"),
+    )),
+    *(Case(options.GEMMA, algorithm, 64, budget="4GiB") for algorithm in ("grpo", "ppo")),
     # A case with a teacher needs more: the teacher is loaded beside the policy.
     *(Case("0.5B", name, 64, budget="1600MiB" if algorithm.has_teacher else "1200MiB")
       for name, algorithm in ALGORITHMS.items()

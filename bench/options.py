@@ -5,7 +5,13 @@ from pathlib import Path
 
 from r3lite.devices.precision import DTYPES, Precision, resolve_device, resolve_dtype
 
-HUB = {size: f"Qwen/Qwen2.5-{size}-Instruct" for size in ("0.5B", "1.5B", "3B")}  # size -> hub id of the model
+GEMMA = "gemma-3-270m"
+HUB = {  # name of a model, which is that of its folder below --models -> hub id
+    "0.5B": "Qwen/Qwen2.5-0.5B-Instruct",
+    "1.5B": "Qwen/Qwen2.5-1.5B-Instruct",
+    "3B": "Qwen/Qwen2.5-3B-Instruct",
+    GEMMA: "google/gemma-3-270m",
+}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -15,7 +21,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     common_parser.add_argument(
-        "--models", help="folder with 0.5B, 1.5B and 3B; by default the hub's Qwen2.5-*-Instruct"
+        "--models", help=f"folder with {', '.join(HUB)}, as far as they are used; by default those of the hub"
     )
     common_parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     common_parser.add_argument(
@@ -34,6 +40,6 @@ def precision(options: argparse.Namespace) -> Precision:
     return Precision(resolve_dtype(options.dtype, device), device)
 
 
-def folder(options: argparse.Namespace, size: str) -> str:
-    """Returns the model folder of a size (such as "0.5B") below --models, or without --models the model's hub id."""
-    return str(Path(options.models) / size) if options.models else HUB[size]
+def folder(options: argparse.Namespace, name: str) -> str:
+    """Returns the folder of a model (such as "0.5B") below --models, or without --models the model's hub id."""
+    return str(Path(options.models) / name) if options.models else HUB[name]

@@ -14,7 +14,7 @@ from r3lite.models.weights import resolve_folder
 
 NORM_MEAN = 1  # of a norm's random weights; the mean of all others is 0
 WEIGHT_STD = 0.02
-SHAPES = {size: QWEN25[HUB[size]] for size in HUB}
+SHAPES = {name: QWEN25[model] for name, model in HUB.items() if model in QWEN25}
 
 
 def write_folder(folder: Path, shape: ModelConfig, tokens: int = QWEN_TOKENS) -> str:

@@ -2,6 +2,7 @@
 
     python -m bench.throughput --models DIR                      # everything that is installed
     python -m bench.throughput --only decode sft --repeats 5
+    python -m bench.throughput --only decode sft --model gemma-3-270m
     python -m bench.throughput --only scaling                    # how cost grows; r3lite alone
     python -m bench.throughput --only encoder --corpus FILE      # vectors of a corpus's first passages, in fp32
 
@@ -35,6 +36,7 @@ from bench.scaling import growths
 from r3lite.core.files import shipped
 from r3lite.devices.precision import Precision
 
+DEFAULT_MODEL = "0.5B"
 NEW = 64  # tokens that are decoded for each prompt
 BATCHES = (1, 8, 32)  # prompts
 ROWS = (512, 1024)  # tokens of the row of an SFT contest
@@ -67,7 +69,7 @@ def contest_builders(kind: str, flags: argparse.Namespace, precision: Precision)
     A contest is built only when it is due, so that the models of two contests are not in memory at the same time.
     """
     device = precision.device.type
-    folder = options.folder(flags, "0.5B")
+    folder = options.folder(flags, flags.model)
 
     def decode(batch: int) -> Contest:
         ours = Ours(folder, precision)
@@ -145,6 +147,7 @@ def main() -> None:
     parser.add_argument("--encoder", default="sentence-transformers/all-MiniLM-L6-v2", help="folder or hub id")
     parser.add_argument("--corpus", default=str(shipped("data", "world", "corpus.jsonl")), help="of the encoder")
     parser.add_argument("--only", nargs="*", default=KINDS, choices=KINDS)
+    parser.add_argument("--model", default=DEFAULT_MODEL, choices=options.HUB, help="also in the names of the sections")
     parser.add_argument("--repeats", type=int, default=5)
     flags = parser.parse_args()
     precision = options.precision(flags)
@@ -153,7 +156,7 @@ def main() -> None:
         kind_precision = Precision(torch.float32, precision.device) if kind == "encoder" else precision
         kind_records: list[dict] = []
         run = {
-            "section": kind,
+            "section": kind if flags.model == DEFAULT_MODEL else f"{kind}, {flags.model}",
             **records.provenance(kind_precision),
             "note": f"{flags.repeats} repeats.",
             "records": kind_records,
