@@ -130,8 +130,8 @@ class Way:
         elif model.kind == "half":
             self.train_sft(model.label, {name: [self.write_half(model.half, file)] for name, file in gold.items()})
         elif model.kind == "self":
-            for name, files in data.items():
-                files += [self.collect_samples(1, name), self.collect_samples(2, name)]
+            for name, file in gold.items():
+                data[name] = [file, self.collect_samples(1, name), self.collect_samples(2, name)]
             self.train_sft(model.label, data)
         elif model.kind == SELF_CONTROL:
             self.train_sft(model.label, data, steps=amounts(self.folder / "self")["steps"])
@@ -276,6 +276,7 @@ class Way:
     def average(self, label: str, adapters: Sequence[Path]) -> None:
         """Writes one adapter that is the mean of several."""
         output = self.folder / label
+        # --prompts 0: the result is not compared with one original, as it has several.
         arguments = [*self.settings.common_flags, "--model", self.settings.model, "--prompts", "0"]
         arguments += ["--average", ",".join(map(str, adapters)), "--output", str(output)]
         self.run(Stage(name=label, command="export", arguments=arguments, result=output / ADAPTER_CONFIG))
@@ -286,13 +287,15 @@ class Way:
         Raises R3LiteError if the command fails, or if the stage was started with other arguments before.
         """
         cost = self.costs.get(stage.name, {"command": stage.command, "seconds": 0.0, "starts": 0, "commits": []})
-        if cost.setdefault("arguments", stage.arguments) != stage.arguments:
+        cost.setdefault("arguments", stage.arguments)  # those of the stage's first start
+        if cost["arguments"] != stage.arguments:
             raise R3LiteError(
                 f"the stage {stage.name} was begun with other flags",
                 "Name another --output.",
                 code="stage-flags-differ",
             )
-        if stage.result.exists() and not (stage.grows and not cost.get("complete")):
+        is_complete = stage.result.exists() and (not stage.grows or cost.get("complete"))
+        if is_complete:
             return
         self.costs[stage.name] = cost
         cost["starts"] += 1

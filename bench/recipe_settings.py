@@ -206,7 +206,7 @@ def parse(argv: list[str] | None, description: str) -> tuple[Settings, argparse.
         seed=flags.seed,
         limit=flags.limit,
         then=tuple(flags.then),
-        baselines=tuple(flags.baselines),
+        baselines=tuple(name for name in BASELINES if name in flags.baselines),  # plain RAG first: others are compared
         cross_fit=flags.cross_fit,
         dtype=flags.dtype,
         device=flags.device,

@@ -183,10 +183,10 @@ def test_an_end_is_split_where_its_answer_begins(tokenizer, settings, analysis, 
     split_end = split(end, layout)
     start = len(split_end.analysis.tokens)
     assert layout.tokenizer.decode(end.tokens[end.turn_start : start]) == analysis
-    assert split_end.analysis.tokens == end.tokens[:start] == split_end.answer.tokens[:start]
+    assert split_end.analysis.tokens == end.tokens[:start] == split_end.with_answer.tokens[:start]
     assert split_end.analysis.action_mask == end.action_mask[:start]
-    assert not any(split_end.answer.action_mask[:start]) and all(split_end.answer.action_mask[start:])
-    answer = split_end.answer.tokens[start:]
+    assert not any(split_end.with_answer.action_mask[:start]) and all(split_end.with_answer.action_mask[start:])
+    answer = split_end.with_answer.tokens[start:]
     if layout.protocol.user_turns:
         assert answer.pop() == layout.tokenizer.stop_id
     assert layout.tokenizer.decode(answer) == right
@@ -214,7 +214,7 @@ def test_an_end_without_the_heading_or_without_room_is_not_split(tokenizer):
     layout = layout_of(tokenizer)
     assert split(end_of(layout, "Step 2:\nThe problem analysis: The final answer: Rome"), layout) is None
     end = end_of(layout, f"{R3_TURN} Milan")
-    length = len(split(end, layout).answer.tokens)
+    length = len(split(end, layout).with_answer.tokens)
     for max_length, fits in ((length, True), (length - 1, False)):
         shorter = Layout(layout.tokenizer, layout.protocol, LengthSettings(max_length=max_length))
         assert (split(end, shorter) is not None) == fits

@@ -27,7 +27,7 @@ class SplitEnd:
     analysis: TokenRecord  # the end's tokens up to its answer
     # The analysis, then the right answer. Only the tokens of the right answer are actions; `_likelihoods` sets their
     # log-probabilities.
-    answer: TokenRecord
+    with_answer: TokenRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class LikelihoodRound(AnswerRound):
     def rollouts(self, failed_below: float | None = None) -> list[Rollout]:
         """Returns the analyses to learn from, each followed by an off-policy rollout of the right answer after it.
 
-        Ends without an answer are learned as a whole, with the reward 0.
+        Ends without an answer are learned as a whole, with the reward 0. `failed_below` is not used: only algorithms
+        with a teacher read which episodes failed.
         """
         rollouts = []
         for i, (end, reward, group) in enumerate(zip(self.sequences, self.rewards, self.groups, strict=True)):
@@ -50,7 +51,7 @@ class LikelihoodRound(AnswerRound):
                 continue
             split_end = self.split_ends[i]
             analysis = Rollout.with_final_reward(split_end.analysis, reward=reward.total, group=group)
-            answer = Rollout.with_final_reward(split_end.answer, reward=reward.total, group=group)
+            answer = Rollout.with_final_reward(split_end.with_answer, reward=reward.total, group=group)
             rollouts += [analysis, replace(answer, off_policy=True)]
         return rollouts
 
@@ -70,9 +71,10 @@ class LikelihoodSampler(AnswerSampler):
             return self._rewarded(this_round)
 
     def is_usable(self, sequence: Sequence) -> bool:
-        """Returns whether an episode gives a context, and its last turn has an analysis.
+        """Returns whether an episode gives a context whose ends have an analysis.
 
-        A turn with a forced answer has none, because it begins after the heading of the answer.
+        If the answer of its last turn was forced, so is that of every new last turn (`Sequence.reopened`). A turn with
+        a forced answer begins after the heading of the answer.
         """
         return is_context(sequence) and sequence.closed_forced_step is None
 
@@ -94,23 +96,25 @@ class LikelihoodSampler(AnswerSampler):
             else:
                 split_ends[i] = split_end
         if split_ends:
-            likelihoods = self._likelihoods([split_end.answer for split_end in split_ends.values()])
+            likelihoods = self._likelihoods([split_end.with_answer for split_end in split_ends.values()])
             for i, likelihood in zip(split_ends, likelihoods, strict=True):
                 rewards[i] = with_outcome(rewards[i], likelihood * self.config.reward.outcome_em)
-        rewarded = replace(this_round, rewards=rewards)
         learned_groups = set()
         for group, reward in zip(this_round.groups, rewards, strict=True):
             if reward is not None and reward.total > 0:
                 learned_groups.add(group)
-        fields = vars(rewarded) | {"learned_groups": learned_groups}
+        fields = vars(this_round) | {"rewards": rewards, "learned_groups": learned_groups}
         return LikelihoodRound(**fields, split_ends=split_ends)
 
-    def _likelihoods(self, answers: list[TokenRecord]) -> list[float]:
-        """Returns the probability of each answer, and stores the log-probabilities of its tokens in its record."""
-        batch = Batch.of([Rollout.with_final_reward(answer, reward=0.0, group=0) for answer in answers])
+    def _likelihoods(self, ends: list[TokenRecord]) -> list[float]:
+        """Returns the probability of the right answer in each end.
+
+        Stores the log-probabilities of its tokens in the end's record.
+        """
+        batch = Batch.of([Rollout.with_final_reward(end, reward=0.0, group=0) for end in ends])
         logprobs = self.policy_logprobs(batch)  # [B, T], 0 where the mask is False
-        for row, answer in enumerate(answers):
-            answer.logprobs = logprobs[row][batch.action_mask[row]].tolist()
+        for row, end in enumerate(ends):
+            end.logprobs = logprobs[row][batch.action_mask[row]].tolist()
         return logprobs.sum(-1).exp().tolist()
 
 
@@ -129,7 +133,7 @@ def split(end: Sequence, layout: Layout) -> SplitEnd | None:
         tokens=end.tokens[:start] + answer,
         action_mask=[False] * start + [True] * len(answer),
     )
-    return SplitEnd(analysis=end.first(start), answer=with_answer)
+    return SplitEnd(analysis=end.first(start), with_answer=with_answer)
 
 
 def answer_start(end: Sequence, layout: Layout) -> int | None:
@@ -152,8 +156,9 @@ def right_answer(end: Sequence, layout: Layout) -> list[int]:
     """Returns the tokens that follow the heading of the answer in an SFT row: the right answer and the turn's end."""
     protocol = layout.protocol
     number = len(end.steps)
-    any_answer = protocol.render(Step("-", answer="-"), number)
-    place = any_answer.rindex(protocol.answer_heading) + len(protocol.answer_heading)
+    # The heading is looked for before the answer "-", because the right answer may itself have the heading's words.
+    placeholder = protocol.render(Step("-", answer="-"), number)
+    place = placeholder.rindex(protocol.answer_heading) + len(protocol.answer_heading)
     text = protocol.render(Step("-", answer=end.question.answers[0]), number)[place:]
     tokens = layout.tokenizer.encode(text)
     if protocol.user_turns:  # else a stop string ends the turn

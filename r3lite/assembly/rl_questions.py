@@ -1,7 +1,7 @@
 """Checks the questions of RL, and warns if most are too easy or too hard to teach the adapter to search.
 
 Too easy are the questions whose demonstrations the adapter has learned: it may answer them from memory. Too hard are
-those for which `collect` could make no demonstration: no search answers most of them.
+those for which `collect` could make no demonstration: for most of them, no search finds what the answer needs.
 """
 
 import sys
@@ -51,16 +51,16 @@ def warn_of_questions(config: PpoConfig, questions: Sequence[Question]) -> None:
 def learned_message(config: PpoConfig, questions: Sequence[Question]) -> str:
     """Returns a message if the adapter learned demonstrations of most of the questions, else "".
 
-    The message is also "" if it is not known what the adapter learned.
+    The message is also "" if the policy begins from a model that r3lite has not trained.
     """
-    adapter = result_of_run(config.model.model, config.model.adapter)
-    if adapter is None:
+    trained = result_of_run(config.model.model, config.model.adapter)  # an adapter, or a model of `sft --no-lora`
+    if trained is None:
         return ""
-    hashes = demonstrated(adapter)
+    hashes = demonstrated(trained)
     count = sum(question_hash(question.text) in hashes for question in questions)
     if count <= MOSTLY * len(questions):
         return ""
-    return f"{adapter} has learned demonstrations of {count} of the {len(questions)} questions and may know the answers"
+    return f"{trained} has learned demonstrations of {count} of the {len(questions)} questions and may know the answers"
 
 
 def rejected_message(config: PpoConfig, questions: Sequence[Question]) -> str:

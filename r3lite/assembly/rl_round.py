@@ -45,7 +45,8 @@ class Round:
     expansions: dict[int, Expansion] = field(default_factory=dict)  # by the index of the new episode
     learned_groups: set[int] | None = None  # the groups to learn from; None: all
     extra_metrics: dict[str, float] = field(default_factory=dict)  # metrics of the stages that made the round
-    off_policy: list[Rollout] = field(default_factory=list)  # episodes of a teacher or of earlier rounds, in the groups
+    # Episodes of a teacher or of earlier rounds. They are not in the lists above; `Rollout.group` is the group of each.
+    off_policy: list[Rollout] = field(default_factory=list)
 
     def appended(self, new: "Round") -> "Round":
         """Returns the round with the episodes of `new` after its own."""

@@ -91,6 +91,7 @@ class SFTTrainer:
             rank_loss_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device, so that `rank_loss_parts` can be read
         loss_parts = sum_by_name(self.ranks.gather(rank_loss_parts))
+        # The parts add up to the mean loss. The numbers of tokens make of each part the mean loss of its source, too.
         record = means_by_source("loss", loss_parts, count_loss_tokens(rows))
         record["grad_norm"] = norm
         record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
@@ -156,7 +157,7 @@ class SFTTrainer:
                 self.policy.full_tuning.apply_last()
         except torch.OutOfMemoryError as error:
             if not self.policy.precision.changed_weights:
-                raise  # no weight has changed: the update can be tried again
+                raise  # this step has changed no weight yet, so it can be tried again
             remedy = "Close other programs or pass a smaller --vram-budget, and continue with --resume auto."
             raise R3LiteError(
                 f"memory ran out in the middle of an update ({error})", remedy, code="memory-mid-update"

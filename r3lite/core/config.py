@@ -55,7 +55,7 @@ class Origin(enum.Enum):
 class Trait(enum.Enum):
     """A property that some settings have. It stands in the annotation of the setting's field."""
 
-    FREE = "a resumed run may change it, as it changes no number"
+    FREE = "a resumed run may change it, as it does not change what the run computes"
     BARE = "it may stand on the command line without its flag"
     OF_INDEX = "unless it is set, it is that of the index"
     OF_RUN = "unless it is set, it is that of the run that wrote the adapter"
@@ -137,7 +137,8 @@ class Section(Frozen):
     """Base of every group of settings; its docstring's first line is the group's heading in `--help`."""
 
     # implied[NAME][VALUE] has the settings, by name, that are implied if the setting NAME has this value. VALUE is a
-    # text, or ANY for all other values but none. A setting that the user sets is not changed.
+    # text, or ANY for all values that have no entry here, except None and "none". A setting that the user sets is not
+    # changed.
     implied: typing.ClassVar[dict[str, dict[str, dict[str, Any]]]] = {}
     needs: typing.ClassVar[tuple[Any, ...]] = ()  # `Needs`: conditions without which settings have no effect (needs.py)
 
@@ -217,6 +218,7 @@ class Kind:
         """
         if value is None:
             return None
+        # A setting that takes several values may have the value as a list.
         if self.optional and value in ("none", ["none"]) and "none" not in self.choices:
             return None
         if self.count != 1:

@@ -102,8 +102,9 @@ class Question:
     def gold_index(self, document: Document) -> int | None:
         """Returns the index in `gold` of the paragraph that `document` shows; None if it is no gold paragraph.
 
-        `gold_by` says how it is recognized. Texts match if one is a part of the other, because passages may be cut. Of
-        several paragraphs that match, the one with the same text counts, else the first.
+        If `gold_by` is "title", it is the first paragraph with the same title. Else the title must be the same, and one
+        text a part of the other, because passages may be cut. Of several such paragraphs, the one with exactly the same
+        text counts, else the first.
         """
         index = None
         for i, gold in enumerate(self.gold):

@@ -254,10 +254,13 @@ def naming_gguf(folder: Path) -> Iterator[None]:
     try:
         yield
     except R3LiteError as error:
-        for path in gguf_of(folder):
-            cause = error.cause.replace(f"{folder}{os.sep}", f"{path}: ").replace(str(folder), str(path))
-            raise R3LiteError(cause, error.remedy, code=error.code) from error
-        raise
+        files = gguf_of(folder)
+        if not files:
+            raise
+        path = str(files[0])
+        # FOLDER/config.json becomes "FILE: config.json", and FOLDER alone becomes FILE.
+        cause = error.cause.replace(f"{folder}{os.sep}", f"{path}: ").replace(str(folder), path)
+        raise R3LiteError(cause, error.remedy, code=error.code) from error
 
 
 def content_fingerprint(*places: Path) -> str:
@@ -273,11 +276,11 @@ def content_fingerprint(*places: Path) -> str:
         else:
             paths = [place]
         for path in paths:
-            name = path.relative_to(place).as_posix()  # "." for a file that is itself a place
-            if any(part.startswith(".") for part in Path(name).parts):
+            relative = path.relative_to(place)  # of a file that is itself a place: without parts, and "." as text
+            if any(part.startswith(".") for part in relative.parts):
                 continue
             size = path.stat().st_size
-            checksum = zlib.crc32(f"{name} {size}".encode(), checksum)
+            checksum = zlib.crc32(f"{relative.as_posix()} {size}".encode(), checksum)
             pieces = PIECES if size > MAX_TEXT else _pieces_in(size)
             checksum = _crc_of_pieces(path, pieces, checksum)
     return f"{checksum:08x}"
@@ -337,7 +340,8 @@ def own_records(
         *lines, last = file.read().split(b"\n")
     start = f'{{"{key}": '.encode()
     torn = b""
-    begins_like_a_record = last[: len(start)] == start[: len(last)]  # `last` may be shorter than `start`
+    # `last` may be shorter than `start`. It is empty if the file ends with a line break.
+    begins_like_a_record = last[: len(start)] == start[: len(last)]
     if _object(last) is None and begins_like_a_record:
         torn = last
     else:

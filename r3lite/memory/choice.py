@@ -1,4 +1,7 @@
-"""Chooses the settings with which a run fits into its budget: the fastest ones whose predicted peak is within it."""
+"""Chooses the settings with which a run fits into its budget.
+
+These are the first whose predicted peak is within it, in an order that goes roughly from fast to small.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -32,7 +35,7 @@ KEPT_BY_REMEDIES = ("nf4", "stream_layers")
 
 
 def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
-    """Yields settings from those of the fastest run to those with the smallest peak.
+    """Yields settings, roughly from those of the fastest run to those with the smallest peak.
 
     Settings in `fixed` keep their values. Full fine-tuning overrides two of them: no NF4, and all layers recomputed.
     """
@@ -51,13 +54,14 @@ def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
     smallest_pass = w.pass_tokens
     larger_passes = {max(smallest_pass, tokens) for tokens in PASS_TOKENS}
     pass_sizes = sorted({smallest_pass} | larger_passes, reverse=True)
-    # Of the values that are enough for all episodes, only the smallest is tried.
+    # Of the values that are enough for all episodes, only the smallest is tried. The values are powers of two, so
+    # exactly one of them is at least `episodes` and less than twice that.
     useful_rollouts = [value for value in ROLLOUTS if value < 2 * max(w.episodes, 1)]
     rollouts = options("rollout_batch_size", useful_rollouts)
     for quantized in options("nf4", [False, True]):
         base = Memory(nf4=quantized, loss_chunk=logprobs.CHUNK, mlp_tile=1024, offload=False)
-        # Recomputing all layers costs a third of a step, more than any of the other savings. Where only some layers are
-        # recomputed, only the smallest passes are tried: recomputing fewer layers gains more than larger passes.
+        # From no recomputed layers to all, which cost a third of a step. Where only some layers are recomputed, only
+        # the smallest passes are tried: recomputing fewer layers gains more than larger passes.
         for recomputed in options("recompute_layers", recomputed_counts):
             tried_passes = pass_sizes if recomputed in (0, layers) else [smallest_pass]
             for episodes in rollouts:
@@ -68,6 +72,8 @@ def candidates(w: Workload, fixed: dict[str, Any]) -> Iterator[Memory]:
                         "rollout_batch_size": episodes,
                     }
                     yield replace(base, **(changes | fixed))
+        # Smaller chunks and tiles and the offload are tried last, with all layers recomputed: beside kept activations
+        # they save little.
         base = replace(base, recompute_layers=layers, micro_batch_tokens=smallest_pass)
         for offload in options("offload", [False, True] if w.on_cuda else [False]):
             for chunk, tile in CHUNKS_AND_TILES:
@@ -87,7 +93,7 @@ def choose(
     budget: int,
     models: Sequence[tuple[str, ModelConfig]] = (),
 ) -> Memory:
-    """Returns the fastest settings whose peak is within the budget (bytes).
+    """Returns the first of the `candidates` whose peak is within the budget (bytes).
 
     `fixed` has the settings that the user gave. If no settings fit, raises R3LiteError with changes that would help.
     One of these may be a smaller model: the first that fits of `models`, which begin with the largest.
@@ -149,7 +155,7 @@ def _remedies(
             helpful.append(f"--max-length {tokens}")
             break
     for name, model in models:
-        smaller = replace(w, model=model, packed=None)
+        smaller = replace(w, model=model, packed=None)  # the NF4 weights at hand, if any, are those of `w.model`
         if model.hidden_size < w.model.hidden_size and _fits(smaller, fixed, budget):
             helpful.append(f"--model {name}")
             break

@@ -24,7 +24,7 @@ from r3lite.settings import LengthSettings
 class Opening:
     """How an episode begins. In baselines the layout may search, or write the heading of the answer, for the model."""
 
-    # The protocol is PlainAnswer (protocols/registry.py): one user turn holds the documents, if any, then the question.
+    # The protocol is PlainAnswer (plain_answer.py): one user turn holds the documents, if any, then the question.
     plain: bool = False
     retrieves_first: bool = False  # the question itself is the first query, before the first turn of the model
     forces_answer: bool = False  # the first turn begins with the heading of an answer
@@ -67,6 +67,7 @@ class Layout:
         The last message of the prompt has the procedure, if there is one, and the question's `text`. The `earlier`
         messages of a conversation stand before it.
         """
+        # `quoted` makes headings and tags in the question harmless.
         message = self.protocol.question_message(self.protocol.quoted(text))
         if procedure:
             message = f"{procedure}\n\n{message}"
@@ -151,8 +152,8 @@ class Layout:
     def _close_step(self, transcript: Transcript, step: Step) -> None:
         """Adds the step of a turn that the model ended. If the step searches after --max-hops, forces an answer."""
         searching_steps = [earlier_step for earlier_step in transcript.steps if earlier_step.searches]
-        # --end-at-idle-query ends an episode at a blank or repeated query. Only repeated queries are checked here: a
-        # step with nothing but blank queries has no searches, and ends the episode anyway.
+        # --end-at-idle-query ends an episode at a repeated query, even beside new ones. Blank queries need no check: a
+        # step that has no other query has no searches, which ends the episode without the flag, too.
         ends_at_repeated_query = self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults
         if step.answer is not None:
             step = replace(step, faults=(*step.faults, *self._faults_of_answer(step.answer, transcript)))
@@ -292,8 +293,8 @@ class Layout:
         without an answer.
 
         `step`: the step that gets the answer; None: an empty step, in a baseline.
-        `request`: tokens that end the current message, ask for the answer and open a new message; empty: the heading
-        continues the current message.
+        `request`: tokens that ask for the answer. In chat formats they end the model's message and open a new one. If
+        empty, the heading continues the current message.
         `heading`: the text before the answer; None: the protocol's `answer_prefix`. A thought that is open where the
         heading belongs is ended first.
         """

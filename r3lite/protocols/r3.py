@@ -117,6 +117,7 @@ class R3(Protocol):
             "the prompt with documents", step_prompt, placeholder="documents", optional=("question", "step")
         )
         return R3(
+            # `opening_prompt` removes the worked example if the settings want none.
             init_prompt=opening_prompt(filled(init_prompt, notes), settings),
             step_prompt=step_prompt,
             system=settings.system_prompt,
@@ -127,7 +128,10 @@ class R3(Protocol):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """The heading of documents, which ends a turn: behind it the model would invent documents for its query."""
+        """The heading of documents: behind it the model would invent documents for its query, so it ends a turn.
+
+        It stays in the text of the turn, where `parse` finds the fault. The stop token ends a turn without this fault.
+        """
         return (self.headings.documents,)
 
     @cached_property

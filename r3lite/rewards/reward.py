@@ -137,9 +137,9 @@ def score_all(
 ) -> list[EpisodeReward | None]:
     """Returns the reward of each episode, or None where it is missing (see `score`). Asks the judge if there is one.
 
-    Raises R3LiteError if one of --rewards is missing for every episode, and the episodes are of several questions (see
-    `check_all_missing`). That is only checked if there are episodes of every data set of the run, whose names are
-    `run_sources`: the questions of another data set may have what the reward needs.
+    Raises R3LiteError if every episode lacks its reward because one of --rewards is missing, and the episodes are of at
+    least MIN_QUESTIONS questions (see `check_all_missing`). That is only checked if there are episodes of every data
+    set of the run, whose names are `run_sources`: the questions of another data set may have what the reward needs.
     """
     verdicts = judge.verdicts(episodes) if judge else [None] * len(episodes)
     pairs = zip(episodes, verdicts, strict=True)

@@ -32,8 +32,9 @@ class Rollout:
     token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)
     group: int  # number of the group: the rollouts of one draw of a question
     cut_off: bool = False  # the episode reached a token limit before its answer
-    # The actions were not sampled in this round. Those of a replayed episode have the log-probabilities of the policy
-    # that sampled them, those of a teacher's trace 0, and those of a right answer the current policy's.
+    # The actions were not sampled in this round, and the loss is that of off-policy tokens. The actions of a replayed
+    # episode have the log-probabilities of the policy that sampled them, those of a teacher's trace 0, and those of a
+    # right answer the current policy's. With `teacher`, the loss is `guided_loss`, and this is False.
     off_policy: bool = False
     failed: bool = False  # see EpisodeReward.failed
     teacher: TopTokens | None = None  # a teacher's distributions for the N action tokens

@@ -76,9 +76,9 @@ class MeasuredLoss:
     """The loss of a micro-batch, and what is measured of its action tokens."""
 
     loss: Tensor  # [] summed over the tokens, with gradients
-    # What `sum_by_name` adds up later: the sums of each chunk's metrics, then those of the whole micro-batch, which are
-    # the critic's metrics, the loss and the numbers of tokens. The names of both differ, so nothing is counted twice.
-    # The order is fixed, so that results are equal to the bit.
+    # What `sum_by_name` adds up later: for each chunk the sums of the policy's metrics; then the sums that are taken
+    # once for the micro-batch, of the critic's metrics, the loss and the tokens. No metric is in both. The order is
+    # fixed, so that results are equal to the bit.
     sums: list[Sums]
     log_ratios: Tensor  # [2, N] for the N on-policy tokens; the two rows are those of MeasuredChunk
 

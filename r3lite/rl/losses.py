@@ -177,7 +177,7 @@ def _kind(name: str) -> str:
 
 
 def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float) -> dict[str, float]:
-    """Measures how far the trainer's probabilities are from the sampler's.
+    """Measures how far the trainer's probabilities are from the sampler's, and how many ratios leave the clip range.
 
     `log_ratios` has a tensor [2, N] for each mini-batch of the first epoch. Row 0 is the current log-probability minus
     the one that the sampler recorded. Row 1 is the log of the ratio that the algorithm clips. The metrics are:
@@ -197,7 +197,7 @@ def sampling_metrics(log_ratios: list[Tensor], clip_low: float, clip_high: float
     if len(difference):
         metrics["sampling/sampling_logp_difference/mean"] = float(difference.mean())
         metrics["sampling/sampling_logp_difference/max"] = float(difference.max())
-    _, log_ratios_to_clip = torch.cat(log_ratios, dim=1)
+    log_ratios_to_clip = torch.cat(log_ratios, dim=1)[1]  # [N] for all tokens of the epoch
     ratio = log_ratios_to_clip.exp()
     outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
     if len(outside):

@@ -49,8 +49,8 @@ class Scheduler:
                 continue
             free_row = len(self.rows)  # index of the first free row, into which `_add` puts the sequence
             if self.last_released and free_row == 0:
-                # Row 0 still holds the tokens of `last_released`. We keep the prefix that both sequences have in
-                # common, such as the prompt.
+                # Row 0 still holds the tokens of `last_released`. Of the prefix that both sequences have in common,
+                # such as the prompt, we keep as much as the layers can: a state cannot be cut at every token.
                 common = min(self.cache.lengths[free_row], common_length(sequence, self.last_released))
                 self.cache.keep_prefix(free_row, common)
             else:

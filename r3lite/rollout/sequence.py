@@ -40,7 +40,8 @@ class Sequence(Transcript):
     # One uniform number of the stream is used for each sampled token. Each sequence has a stream of its own.
     stream: Uniforms = field(kw_only=True)
     listener: Listener | None = None
-    index: int = 0  # the sequence's number among those that are sampled together
+    # Names the episode in spans: its number in the call of `Engine.run` that began it. Copies keep the number.
+    index: int = 0
     turn_begin_time: int = 0  # when the current turn began, in nanoseconds since 1970; 0 if no spans are recorded
 
     @property

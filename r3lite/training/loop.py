@@ -80,6 +80,7 @@ def train(
         run.save(state, number)
 
     try:
+        # Ctrl-C stops a step at once, or at its end if the step has changed weights, which `state.precision` knows.
         with Interrupts(state.precision, run.ranks) as interrupts:
             if done < last and state.precision.device.type in REHEARSED:
                 with interrupts.step():

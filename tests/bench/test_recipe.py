@@ -142,6 +142,12 @@ def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
     assert {given(line, "--preset") for line in [*trained, *others]} == {"hotpotqa"}
 
 
+def test_plain_rag_is_evaluated_before_what_is_compared_with_it(way):
+    """With `--baselines gold rag`, gold was compared with an evaluation that did not exist yet."""
+    status, outputs = way("--baselines", "gold", "rag")
+    assert (status, outputs) == (0, COLD)
+
+
 def self_questions(words: list[str]) -> set[str]:
     """The questions of a `collect`: those of its file that stand in no file of --exclude."""
     files = given(words, "--exclude").split(",")

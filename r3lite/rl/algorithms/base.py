@@ -69,7 +69,7 @@ class Algorithm:
     has_traces: ClassVar[bool] = False  # a teacher's traces join the groups of their questions
     has_replay: ClassVar[bool] = False  # successful episodes of earlier rounds join the groups of their questions
     learns_right_answers: ClassVar[bool] = False  # also learns right answers, each with its probability as reward
-    # (returns [B], groups [B]) -> advantages [B]. Needed by `with_advantages` below; see rl/advantages.py.
+    # A staticmethod (returns [B], groups [B]) -> advantages [B]. Needed by `with_advantages`; see rl/advantages.py.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
     kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
     # Names of the settings that this algorithm uses and at least one other ignores.
