@@ -71,9 +71,7 @@ class RLTrainer:
         record = sampled.metrics()
         self.learner.algorithm.kl_multiplier.scale = self.guard.kl_scale  # a rollback may raise it
         if self.learner.budget:
-            # --kl-budget judges the update of the previous round. If there was a rollback since then, it has undone
-            # that update, and there is nothing to judge.
-            self.learner.budget.begin(number, self.guard.rollbacks)
+            self.learner.budget.begin(number)
         record |= self._learn(number, sampled, watch)
         if self.round_sampler.judge:
             record |= self.round_sampler.judge.counts()

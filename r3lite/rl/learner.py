@@ -49,8 +49,8 @@ class UpdateBudget(Protocol):
 
     metrics: dict[str, float]  # of the current round
 
-    def begin(self, number: int, rollbacks: int) -> None:
-        """Begins round `number`, before its update. `rollbacks` counts the rollbacks of the collapse guard so far."""
+    def begin(self, number: int) -> None:
+        """Begins round `number`, before its update."""
 
     def judge_last_update(self, kl: float, error: float) -> bool:
         """Judges the previous round's update by this round's KL, in nats per token, and the KL's standard error.

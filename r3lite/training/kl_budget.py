@@ -44,7 +44,7 @@ MAX_TARGETS = 100.0  # a KL above this many targets, or one that is nan, counts 
 # Prefixes of the names of the copied tensors.
 WEIGHTS = "weights/"
 MOMENTS = "moments/"
-STATE = ("scale", "rounding", "path", "last_rate", "sum_kl", "sum_squares", "rollbacks")  # attributes in checkpoints
+STATE = ("scale", "rounding", "path", "last_rate", "sum_kl", "sum_squares")  # attributes in checkpoints
 
 
 class KlBudget:
@@ -69,20 +69,21 @@ class KlBudget:
         self.last_rate = 0.0  # the part of `path` that the last update added
         self.sum_kl = 0.0  # sum_i w_i KL_i
         self.sum_squares = 0.0  # sum_i w_i path_i^2
-        self.rollbacks = 0  # of the collapse guard
         self.undo: dict[str, Tensor] = {}  # weights and moments before the last update; empty: it cannot be taken back
         self.metrics: dict[str, float] = {}  # of the current round
 
-    def begin(self, number: int, rollbacks: int) -> None:
-        """Begins round `number`, before its update. `rollbacks` counts the rollbacks of the collapse guard so far.
-
-        After a rollback the weights are older than the last update, so that update can no longer be taken back. `path`
-        is not shortened, although the path to the older weights is shorter: at first this makes the rate too low.
-        """
+    def begin(self, number: int) -> None:
+        """Begins round `number`, before its update."""
         self.round = number
-        if rollbacks > self.rollbacks:
-            self.rollbacks = rollbacks
-            self.undo = {}
+
+    def go_back(self, earlier: dict) -> None:
+        """Follows the weights, which the collapse guard has restored; `earlier` is the budget's state at that time.
+
+        `path` becomes the path to these weights. The last update is gone, so it can no longer be taken back. The slope
+        stays: what was measured since then still says how far a path leads.
+        """
+        self.path = _record(earlier).number("path")
+        self.undo = {}
 
     @property
     def allowed(self) -> float:
@@ -199,17 +200,21 @@ class KlBudget:
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the state that `state_dict` returned; raises R3LiteError if `state` is no such state."""
-        record = Record(state, Source("the checkpoint's KL budget", "Pass another checkpoint."))
+        record = _record(state)
         self.scale = record.number("scale", low=0, above=True)
         self.rounding = record.number("rounding", None)
         self.path = record.number("path")
         self.last_rate = record.number("last_rate", low=0)
         self.sum_kl = record.number("sum_kl")
         self.sum_squares = record.number("sum_squares", low=0)
-        self.rollbacks = record.whole("rollbacks")
         self.undo = {}
         if "tensors" in state:
             self.undo = dict(record.record("tensors").values)
+
+
+def _record(state: dict) -> Record:
+    """Returns the reader of a state that a checkpoint holds."""
+    return Record(state, Source("the checkpoint's KL budget", "Pass another checkpoint."))
 
 
 def _clamped(value: float, low: float, high: float) -> float:

@@ -19,6 +19,7 @@ from r3lite.training.adamw8 import AdamW8
 from r3lite.training.checkpoint import GROUPS, Checkpoint
 
 OPTIONAL = ("guard",)  # parts that checkpoints of earlier versions lack: they begin afresh
+OF_WEIGHTS = ("kl_budget",)  # parts that know how the weights came about, and therefore go back with them
 
 
 class Stateful(Protocol):
@@ -122,7 +123,7 @@ class TrainState:
             if name in loaded.tensors and name not in GROUPS:
                 parts[name]["tensors"] = loaded.tensors[name]
         self._load_parts(parts)
-        self.go_back(loaded)
+        self._load_weights(loaded)
         set_random_state(loaded.tensors["random"])
         self.num_tokens = state["num_tokens"]
         self.seconds = state["seconds"]
@@ -143,7 +144,17 @@ class TrainState:
             )
 
     def go_back(self, loaded: Checkpoint) -> None:
-        """Loads the weights and the optimizer's moments of a checkpoint of this run, and nothing else."""
+        """Loads the weights and the optimizer's moments of an earlier checkpoint of this run.
+
+        Of the parts, only those in OF_WEIGHTS learn of it: their `go_back` gets the state that they had then.
+        """
+        self._load_weights(loaded)
+        for name in OF_WEIGHTS:
+            if name in self.parts:
+                self.parts[name].go_back(loaded.state["kept"][name])
+
+    def _load_weights(self, loaded: Checkpoint) -> None:
+        """Loads the weights and the optimizer's moments of a checkpoint."""
         with torch.no_grad():
             for name, parameter in optim.parameters(self.optimizer).items():
                 parameter.copy_(loaded.tensors["weights"][name])

@@ -25,11 +25,11 @@ class Run:
         self.rates, self.round = rates, 0
         self.budget = KlBudget(target, rates, self.optimizer, self.precision)
 
-    def take(self, kl: float, error: float = 0.0, rollbacks: int = 0) -> bool:
+    def take(self, kl: float, error: float = 0.0) -> bool:
         """One round as the loop and the learner take it; whether there was an update."""
         self.round += 1
         optim.set_rate(self.optimizer, self.rates[self.round - 1])
-        self.budget.begin(self.round, rollbacks)
+        self.budget.begin(self.round)
         if not self.budget.judge_last_update(kl, error):
             return False
         generator = torch.Generator().manual_seed(self.round)
@@ -77,7 +77,7 @@ def test_the_remaining_path_is_divided_as_the_schedule_divides_the_rates():
     assert run.budget.scale == pytest.approx(1.5 / 2.5)
     assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx([0.3 * PEAK, 0.5 * CRITIC_PEAK])
     assert run.budget.path == pytest.approx(0.8)
-    run.budget.begin(3, 0)
+    run.budget.begin(3)
     assert run.budget.allowed == pytest.approx(0.04 * (1 / 3) ** 2)
 
 
@@ -169,9 +169,30 @@ def test_a_kl_without_a_figure_counts_as_a_hundred_targets(kl):
 def test_after_a_rollback_of_the_guard_nothing_is_taken_back():
     """The weights before the last update are those of the collapse."""
     run = Run([1.0] * 4)
+    start = run.budget.state_dict()
     run.take(0.0)
-    assert run.take(0.05, rollbacks=1)
-    assert not run.take(0.05, rollbacks=1)
+    run.budget.go_back(start)
+    assert run.take(0.05)
+    assert not run.take(0.05)
+
+
+def test_after_a_rollback_of_the_guard_the_path_is_that_to_the_older_weights():
+    """It kept the length of the path to the weights of the collapse, so the older weights seemed to be far too near.
+
+    The distance is 0.05 times the path, so 0.2 is reached after a path of 4: 1, then 0.6 in each of five rounds. After
+    three updates the weights are those after one again: a path of 3 is left for three rounds.
+    """
+    run = Run([1.0] * 6)
+    run.take(0.0)
+    after_one_update = run.budget.state_dict()
+    run.take(0.0025)
+    run.take(0.0064)
+    assert run.budget.path == pytest.approx(2.2)
+    run.budget.go_back(after_one_update)
+    assert run.budget.path == pytest.approx(1)
+    assert run.take(0.0025)
+    assert run.budget._slope() == pytest.approx(0.05)
+    assert run.budget.scale == pytest.approx(1)
 
 
 @pytest.mark.parametrize("stop", range(1, 6))
@@ -200,7 +221,7 @@ def test_its_state_is_all_that_it_needs(stop):
     assert taken_back == (stop < 3)
 
 
-@pytest.mark.parametrize("broken", [{"scale": 0}, {"path": "long"}, {"sum_squares": -1}, {"rollbacks": 0.5}])
+@pytest.mark.parametrize("broken", [{"scale": 0}, {"path": "long"}, {"sum_squares": -1}])
 def test_a_state_that_is_none_is_refused(broken):
     state = Run([1.0]).budget.state_dict() | broken
     with pytest.raises(R3LiteError, match=f"KL budget: {next(iter(broken))} is"):

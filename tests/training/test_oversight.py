@@ -11,6 +11,7 @@ from r3lite.core.invocation import with_values
 from r3lite.settings import GuardSettings, ValidationSettings
 from r3lite.training import checkpoint, loop, metrics
 from r3lite.training.guard import Guard
+from r3lite.training.kl_budget import STATE, KlBudget
 from r3lite.training.oversight import Collapse, Oversight
 from r3lite.training.run_folder import RunFolder
 from tests.training.test_loop import TOTAL, Toy, ToyConfig, assert_same
@@ -133,6 +134,47 @@ def test_stopped_anywhere_and_resumed_equals_uninterrupted(tmp_path, stop):
     ]
     assert same_metrics[0] == same_metrics[1]
     assert all(torch.equal(w, weights(output, TOTAL)[name]) for name, w in weights(tmp_path / "whole", TOTAL).items())
+
+
+class Budgeted(Watched):
+    """A toy whose learning rate a KL budget scales."""
+
+    def __init__(self, f1s: list[float], bad: range = range(0)):
+        super().__init__(f1s, bad)
+        self.budget = KlBudget(0.04, [1.0] * TOTAL, self.state.optimizer, self.state.precision)
+        self.state.parts["kl_budget"] = self.budget
+        self.paths: list[float] = []  # at the beginning of each step
+
+    def step(self, number: int) -> tuple[dict, int]:
+        self.paths.append(self.budget.path)
+        self.budget.begin(number)
+        assert self.budget.judge_last_update((0.05 * self.budget.path) ** 2, 0.0)
+        return super().step(number)
+
+
+@pytest.mark.parametrize("stop", [4, 6, 7])
+def test_the_path_of_a_kl_budget_goes_back_with_the_weights(tmp_path, stop):
+    """The path stayed that of the collapsed weights. The best weights are those after step 4."""
+    whole = Budgeted(**COLLAPSE)
+    assert run(whole, output=str(tmp_path / "whole"))
+    assert whole.paths[7] == whole.paths[4] < whole.paths[5]
+    first, resumed = Budgeted(**COLLAPSE), Budgeted(**COLLAPSE)
+    assert not run(first, output=str(tmp_path / "parts"), stop_after=stop)
+    assert run(resumed, output=str(tmp_path / "parts"), resume="auto")
+    assert first.paths + resumed.paths == whole.paths
+    assert resumed.budget.state_dict().keys() == whole.budget.state_dict().keys()
+    for name in STATE:
+        assert getattr(resumed.budget, name) == getattr(whole.budget, name)
+
+
+def test_after_the_last_rollback_the_update_of_the_collapse_cannot_be_taken_back(tmp_path):
+    """The run may go on from the restored weights with --guard off; the first KL could bring the collapse back."""
+    toy = Budgeted(**COLLAPSE)
+    toy.guard.settings = GuardSettings(guard_patience=2, guard_rollbacks=0)
+    with pytest.raises(Collapse):
+        run(toy, output=str(tmp_path / "run"))
+    assert toy.budget.undo == {}
+    assert "kl_budget" not in checkpoint.read(tmp_path / "run/checkpoint-7").tensors
 
 
 class Killed(BaseException):
