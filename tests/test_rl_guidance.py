@@ -185,6 +185,13 @@ def test_successes_are_kept_and_asked_again():
     assert [(r.group, r.record.tokens[1]) for r in joined] == [(0, 30)]  # of lowest entropy
 
 
+def test_a_question_that_is_drawn_twice_is_retired_only_by_the_rewards_of_both_groups():
+    """Two right episodes of four retired it; the judge had failed on the others."""
+    made = guidance()
+    made.choose_and_store(1, ["q0", "q0", "q1"], [(rollout(0), scored(1)), (rollout(1), scored(1))], [])
+    assert made.replay.retired == set() and made.replay.questions["q0"].rate == 1.0
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [

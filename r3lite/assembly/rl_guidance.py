@@ -5,6 +5,7 @@ loss of off-policy tokens is in `rl/algorithms/mixed.py`.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -212,7 +213,8 @@ class Guidance:
             if successes:
                 ages = [number - success.round for success in successes.values()]  # in rounds
                 metrics["replay/age"] = sum(ages) / len(ages)
-            self.replay.add(number, self._outcomes(group_questions, questions, rewarded))
+            outcomes = self._outcomes(group_questions, questions, rewarded)
+            self.replay.add(number, outcomes, draws=Counter(group_questions))
             metrics |= self.replay.metrics()
         return episodes, metrics
 

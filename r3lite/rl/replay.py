@@ -6,8 +6,9 @@ Knows tokens, their recorded log-probabilities and rewards, but no text. `questi
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -125,26 +126,33 @@ class ReplayBuffer:
                 successes[question] = success
         return successes
 
-    def add(self, round_number: int, groups: dict[str, Outcomes]) -> None:
+    def add(
+        self,
+        round_number: int,
+        groups: dict[str, Outcomes],
+        draws: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         """Adds those episodes of a round that have a reward. `groups` has them by question.
 
-        A question that was drawn twice in the round has the episodes of two groups.
+        `draws` says how often each question was drawn in the round; one that it lacks was drawn once. A question that
+        was drawn twice has the episodes of two groups.
         """
         outcomes = [succeeded for group in groups.values() for _, succeeded in group]
         if outcomes and sum(outcomes) / len(outcomes) >= self.start:
             self.started = True
         for question, group in groups.items():
             if group:  # else all rewards are missing
-                self._add_group(round_number, question, group)
+                episode_count = self.generations * draws.get(question, 1)
+                self._add_group(round_number, question, group, is_complete=len(group) >= episode_count)
         self._drop_oldest()
 
-    def _add_group(self, round_number: int, question: str, group: Outcomes) -> None:
+    def _add_group(self, round_number: int, question: str, group: Outcomes, is_complete: bool) -> None:
         """Adds the successes of a question's episodes, or retires the question if all of them succeeded.
 
-        A question with fewer than `generations` rewards is not retired, and a retired question is never added again.
+        A question some of whose episodes have no reward (`is_complete` is False) is not retired, and a retired question
+        is never added again.
         """
         successes = tuple(Success.of(rollout, round_number) for rollout, succeeded in group if succeeded)
-        is_complete = len(group) >= self.generations  # else some rewards are missing
         if is_complete and len(successes) == len(group):
             self.retired.add(question)
             self.questions.pop(question, None)

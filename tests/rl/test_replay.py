@@ -170,6 +170,14 @@ def test_a_question_that_was_drawn_twice_is_retired_if_all_its_episodes_succeede
     """4 successes of 8 episodes, as many as one group has, retired it."""
     made = buffer()
     half, whole = (group(*[True] * 4, *[succeeded] * 4) for succeeded in (False, True))
-    made.add(1, {"half": half, "whole": whole, "few": group(True, True)})
+    made.add(1, {"half": half, "whole": whole, "few": group(True, True)}, {"half": 2, "whole": 2})
     assert made.retired == {"whole"} and made.questions["half"].rate == 0.5
     assert made.questions["few"].rate == 1.0 and len(tokens(made, "half")) == 4
+
+
+def test_a_question_that_was_drawn_twice_is_not_retired_while_rewards_are_missing():
+    """The rewards of one group were enough, although as many episodes had none."""
+    made = buffer()
+    draws = {"missing": 2, "all": 2}
+    made.add(1, {"missing": group(*[True] * 7), "all": group(*[True] * 8), "once": group(*[True] * 4)}, draws)
+    assert made.retired == {"all", "once"} and made.questions["missing"].rate == 1.0
