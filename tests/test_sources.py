@@ -95,8 +95,8 @@ def test_the_memory_plan_has_the_longest_row_of_all_sources(mixed, tmp_path):
     longest = max(made.rows, key=lambda row: len(row.tokens))
     assert longest.source == "talk" and len(longest.tokens) > max(len(row.tokens) for row in before.rows)
     alone = trainer(mixed, validation_rows=0, sources=[{"file": str(tmp_path / "talk.jsonl"), "type": "chat"}])
-    peak = made.policy.grant.plan.peak
-    assert before.policy.grant.plan.peak < peak == alone.policy.grant.plan.peak
+    peak = made.policy.plan.peak
+    assert before.policy.plan.peak < peak == alone.policy.plan.peak
 
 
 def test_a_question_of_two_sources_is_held_out_of_both(mixed):

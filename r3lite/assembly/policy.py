@@ -28,7 +28,7 @@ from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.memory.layer_tensors import projection_names
 from r3lite.memory.plan import Plan, announce, enforce
-from r3lite.memory.shrinking import ShrinkingGrant
+from r3lite.memory.shrinking import ShrinkingGrant, plan_of
 from r3lite.models import activation_checkpointing, compiled, lora, saving, weights
 from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.config_file import is_nf4, read_config
@@ -76,6 +76,11 @@ class Policy:
     full_tuning: FullTuning | None = None  # None: an adapter is trained
     folder: Path | None = None  # of the base; None: not needed, as only an adapter is saved
 
+    @property
+    def plan(self) -> Plan:
+        """The memory plan of a policy that is trained."""
+        return plan_of(self.grant)
+
     def train_state(
         self,
         settings: OptimizerSettings,
@@ -92,7 +97,7 @@ class Policy:
         """
         assert self.optimizer is not None and isinstance(self.grant, ShrinkingGrant)
         if self.precision.device.type == "cuda":  # only on CUDA does peak_memory_mib measure what is planned
-            facts = facts | {"planned_memory_mib": self.grant.plan.allocated / MIB}
+            facts = facts | {"planned_memory_mib": self.plan.allocated / MIB}
 
         def save_adapter(folder: Path) -> None:
             lora.save_adapter(self.model, POLICY, folder, base_model=base_model, fingerprint=self.fingerprint)

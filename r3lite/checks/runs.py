@@ -164,7 +164,7 @@ def _run(flags: list[str], steps: int = 2, occupied: int = 0) -> tuple[Plan, Mem
     """
     config = resolve("sft", SftConfig(), flags)
     trainer = supervised.build_trainer(config, *read_data(config))
-    plan = trainer.policy.grant.plan
+    plan = trainer.policy.plan
     limit = dataclasses.replace(plan, budget=plan.budget + occupied)
     enforce(limit, trainer.policy.precision.device)
     for number in range(1, steps + 1):

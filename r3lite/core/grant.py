@@ -3,7 +3,8 @@
 `memory/` plans these figures, and makes them smaller if a device runs out of memory in spite of the plan.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal, ParamSpec, TypeVar
 
@@ -39,3 +40,12 @@ class Grant:
         runs out, so the work must change nothing that a second run would change again, except gradients.
         """
         return work(*args)
+
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Lets a `with` block try passes, which must change nothing.
+
+        With this class the block runs as any other. `ShrinkingGrant` occupies what the run will need later, and drops
+        the gradients of the passes.
+        """
+        yield

@@ -161,3 +161,9 @@ class ShrinkingGrant(Grant):
             if name not in self.plan.fixed:
                 return replace(m, **{name: value})
         return None
+
+
+def plan_of(grant: Grant) -> Plan:
+    """Returns the memory plan of a run that trains; its grant has one, and no other grant has."""
+    assert isinstance(grant, ShrinkingGrant), "only the grant of a run that trains has a plan"
+    return grant.plan

@@ -14,8 +14,8 @@ from r3lite.assembly import supervised
 from r3lite.core import run_files
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
-from r3lite.core.grant import Memory
-from r3lite.memory.shrinking import ShrinkingGrant
+from r3lite.core.grant import Grant, Memory
+from r3lite.memory.shrinking import ShrinkingGrant, plan_of
 from r3lite.models.weights import resolve_folder
 from r3lite.rewards import reward
 from r3lite.rl.batch import Batch
@@ -212,6 +212,17 @@ def test_figures_of_wrong_types_in_a_checkpoint_are_refused(changed, told):
     grant = ShrinkingGrant(Mock(memory=Memory()), Mock())
     with pytest.raises(R3LiteError, match=told):
         grant.load_state_dict(grant.state_dict() | changed)
+
+
+def test_a_grant_that_does_not_shrink_rehearses_too_and_says_that_it_has_no_plan():
+    """Code that is handed any grant met an AttributeError."""
+    grant = Grant(Memory())
+    with grant.rehearsal():
+        assert grant.run_within_memory("update", sum, [1, 2]) == 3
+    with pytest.raises(AssertionError, match="run that trains"):
+        plan_of(grant)
+    plan = Mock(memory=Memory())
+    assert plan_of(ShrinkingGrant(plan, Mock())) is plan
 
 
 def test_what_the_user_fixed_stays(toy, tmp_path, monkeypatch, capsys):
