@@ -346,6 +346,25 @@ def test_an_answer_without_numbers_is_given_up_and_the_others_go_on(capsys):
     answering.close()
 
 
+def test_an_answer_that_the_limit_of_its_request_cut_off_says_so():
+    """It blamed --max-length, which the person who asks has not set."""
+    from r3lite.assembly.answering_live import LiveAnswers
+    from r3lite.serving.asks import Ask
+
+    short = ["--retriever", "none", "--dtype", "fp32", "--max-new-tokens", "8", "--max-hops", "1", "--steps", "on"]
+    answering = LiveAnswers(config(*short), lambda pairs: [[] for _ in pairs])
+    answers = []
+    for max_tokens in (3, None):
+        answering.join(answering.prepare(Ask(QUESTIONS[0], "reasoning", "base", max_tokens=max_tokens), None))
+        while answering.growing:
+            ended = answering.iterate()
+        answers += [answer for _, answer in ended]
+    limited, other = answers
+    assert (limited.finish, limited.why) == ("cut_off", "step 1 was not finished within the request's 3 tokens")
+    assert other.why and "the request's" not in other.why
+    answering.close()
+
+
 def test_a_procedure_stands_before_the_question_that_it_fits(tmp_path):
     from r3lite.assembly.answering import open_retriever
     from r3lite.assembly.answering_live import LiveAnswers

@@ -15,7 +15,7 @@ from pathlib import Path
 from r3lite.assembly import policy
 from r3lite.assembly.answering import answers_in_steps, plain_baseline, why_no_answer
 from r3lite.core.config import UsageError, name_and_path
-from r3lite.core.episode import Question, Retrieve
+from r3lite.core.episode import CUT_OFF, Question, Retrieve
 from r3lite.core.errors import R3LiteError
 from r3lite.datasets.qa import read_questions
 from r3lite.memory.plan import Plan, make_plan
@@ -306,7 +306,7 @@ class LiveAnswers:
             if sequence.error:
                 print(f"an answer was given up: {sequence.error}", file=sys.stderr)
             else:
-                answer = growing.answer(why_no_answer(sequence.episode(), growing.protocol.faults))
+                answer = growing.answer(why_unanswered(sequence, growing.protocol))
             finished.append((growing, answer))
         return finished
 
@@ -416,6 +416,14 @@ class LiveAnswers:
     def _adapter_in_model(self, name: str) -> str | None:
         """Returns the name of an adapter as the model knows it: None for the bare base."""
         return None if name == BASE else name
+
+
+def why_unanswered(sequence: Visitor, protocol: StepFormat) -> str:
+    """Returns why a finished sequence has no answer: the limit of its request, or what `why_no_answer` says."""
+    if sequence.finish == CUT_OFF and sequence.tokens_left <= 0:
+        # The step that was under way is not among the sequence's steps.
+        return f"step {len(sequence.steps) + 1} was not finished within the request's {sequence.max_tokens} tokens"
+    return why_no_answer(sequence.episode(), protocol.faults)
 
 
 def load_adapters(folder: Path, config: ServeConfig, folders: dict[str, str | None], plan: Plan) -> policy.Policy:
