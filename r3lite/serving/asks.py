@@ -91,8 +91,9 @@ class Answering(Protocol):
     about: dict[str, Any]  # `model`, `adapters`, `documents`: what is served, by name; `examples`: questions
 
     def prepare(self, ask: Ask, tell: Tell | None) -> Any:
-        """Returns the ask, ready for `join`; raises R3LiteError if it is too long or the chat template refuses it.
+        """Returns the ask, ready for `join`; raises R3LiteError if it cannot be answered.
 
+        It may be too long, for example, or the chat template may refuse it.
         `tell` is called with each event while the ask is answered.
         """
 

@@ -4,6 +4,7 @@ Knows of HTTP only the status of a refusal.
 """
 
 import asyncio
+import sys
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,22 @@ from r3lite.serving.worker import AnsweringThread, Job
 from r3lite.settings import LimitSettings, ModeSettings
 
 AUTO = "auto"
+TOO_LONG = ("prompt-too-long", "length-too-small")  # codes of errors: no room for an answer; none for a document, too
 CLIENTS = 10_000  # maximum clients whose rates are remembered
+
+
+def refusal_of(error: R3LiteError) -> Refusal:
+    """Returns what a client is told of an error of `prepare`.
+
+    If the request is not the reason, the error is printed: it may have paths, which clients are not to see.
+    """
+    if error.code in TOO_LONG:
+        return Refusal(400, "context_length_exceeded", "The question is too long for this model.")
+    if error.code.startswith("template-"):
+        message = "The model's chat template refuses messages of these roles in this order."
+        return Refusal(400, "invalid_request", message)
+    print(f"a request failed: {error}", file=sys.stderr)
+    return Refusal(500, "failed", "Internal error. See the server's log.")
 
 
 @dataclass
@@ -193,10 +209,7 @@ class Desk:
                 if isinstance(event, ServedAnswer):
                     return
         except R3LiteError as error:  # of `prepare`
-            if error.code.startswith("template-"):
-                message = "The model's chat template refuses messages of these roles in this order."
-                raise Refusal(400, "invalid_request", message) from error
-            raise Refusal(400, "context_length_exceeded", "The question is too long for this model.") from error
+            raise refusal_of(error) from error
         except TimeoutError as error:
             message = f"The answer was stopped after {self.limits.request_seconds:g} seconds."
             raise Refusal(504, "timeout", message) from error

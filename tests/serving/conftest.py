@@ -33,7 +33,9 @@ class Echo:
 
     def prepare(self, ask, tell):
         if len(ask.text) > 1000:
-            raise R3LiteError("/secret/path: too long", "Raise --max-length.", code="broken")
+            raise R3LiteError("/secret/path: too long", "Raise --max-length.", code="prompt-too-long")
+        if ask.text == "no disk":
+            raise R3LiteError("/secret/path: the disk is gone", code="broken")
         if [message["role"] for message in ask.earlier] == ["user"]:
             raise R3LiteError("/secret/path: it refuses a chat of user, user", code="template-refuses-chat")
         time.sleep(self.preparing)

@@ -84,6 +84,7 @@ def test_modes_adapters_and_auto(serving):
         ({"query": "x " * 2000}, 400, "context_length_exceeded"),
         ({"query": "x" * 300_000}, 413, "too_large"),
         ({"query": "crash now"}, 500, "failed"),
+        ({"query": "no disk"}, 500, "failed"),
     ],
 )
 def test_errors_have_one_shape_and_tell_no_secrets(serving, body, status, code):
@@ -95,6 +96,15 @@ def test_errors_have_one_shape_and_tell_no_secrets(serving, body, status, code):
     assert "secret" not in text and "/" not in error["message"] and len(error["message"]) < 200
     assert free_again(running)
     assert generate(running, query="still here")[1]["final_answer"] == "still here"
+
+
+def test_an_error_that_is_not_of_the_question_is_told_in_the_log_only(serving, capsys):
+    """Each was taken for a question that is too long, and its cause was told nowhere."""
+    running = serving()
+    assert generate(running, query="no disk")[0] == 500
+    assert "a request failed: /secret/path: the disk is gone" in capsys.readouterr().err
+    assert generate(running, query="x " * 2000)[0] == 400
+    assert "a request failed" not in capsys.readouterr().err
 
 
 def test_other_paths_and_methods(serving):
