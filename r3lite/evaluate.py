@@ -56,13 +56,14 @@ def check_baseline(config: EvaluateConfig) -> None:
 def plan(config: EvaluateConfig) -> str:
     """Checks what the command checks, and returns the memory of model and judge, for `--dry-run`.
 
-    With --compare, checks nothing and returns "".
+    With --compare, returns "": a comparison runs no model.
     """
     from r3lite.assembly.answering import QUESTIONS_OF_DRY_RUN, plan_memory
     from r3lite.assembly.evaluating import read_setup
-    from r3lite.evaluation.folder import check_output
+    from r3lite.evaluation.folder import check_comparison, check_output
 
     if config.evaluate.compare:
+        check_comparison(config.evaluate.pairs, config.common.output)
         return ""
     check_baseline(config)
     check_output(config, output_of(config))

@@ -35,7 +35,10 @@ def test_two_evaluations_are_compared(two, tmp_path, capsys):
     assert "exact match          0.000   0.333   +0.333    +0.000   +1.000" in shown
     assert evaluate.main(["--compare", first, second, "--output", str(tmp_path / "c")]) == 1
     assert shows(capsys.readouterr().err, "output-not-empty")
-    assert evaluate.main(["--compare", first, second, "--dry-run"]) == 0
+    assert evaluate.main(["--compare", first, second, "--dry-run", "--output", str(tmp_path / "new")]) == 0
+    assert not (tmp_path / "new").exists()
+    assert evaluate.main(["--compare", first, second, "--dry-run", "--output", str(tmp_path / "c")]) == 1
+    assert shows(capsys.readouterr().err, "output-not-empty")
 
 
 def lines_of(folder):
@@ -72,6 +75,8 @@ def test_evaluations_of_other_questions_are_not_compared(two, tmp_path, capsys):
         write_jsonl(tmp_path / name, rows)
         assert evaluate.main(["--compare", two[0], str(tmp_path / name)]) == 1
         told[name] = capsys.readouterr().err
+        assert evaluate.main(["--compare", two[0], str(tmp_path / name), "--dry-run"]) == 1
+        assert capsys.readouterr().err == told[name]  # a dry run checked nothing
     assert f"the evaluations have different questions: 1 only in {two[0]}, such as Cy" in told["fewer"]
     assert "Evaluate both on the same --data" in told["fewer"]
     assert "1 ids, such as Ada, belong to different questions" in told["other-text"]

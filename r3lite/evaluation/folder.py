@@ -47,12 +47,24 @@ def compare_predictions(
     if folder:
         output = Path(folder)
         with sole_writer(output):
-            if names_in(output):
-                raise R3LiteError(
-                    f"--output {output} is not an empty folder", "Pass another folder.", code="output-not-empty"
-                )
+            _check_empty(output)
             write_json(output / COMPARISON, comparison)
         print(f"written to {output / COMPARISON}")
+
+
+def check_comparison(pairs: Sequence[tuple[str, str]], folder: str | None) -> None:
+    """Raises R3LiteError if `compare_predictions` would refuse these pairs or this folder."""
+    for question_set in question_sets(pairs):
+        evaluations = [marks for pair in question_set.marks for marks in pair]
+        valid_indices(evaluations)  # refuses evaluations whose questions the retriever all failed on
+    if folder:
+        _check_empty(Path(folder))
+
+
+def _check_empty(output: Path) -> None:
+    """Raises R3LiteError if there is something in the folder of a comparison."""
+    if names_in(output):
+        raise R3LiteError(f"--output {output} is not an empty folder", "Pass another folder.", code="output-not-empty")
 
 
 def compare_pair(a: str, b: str, seed: int) -> dict:
