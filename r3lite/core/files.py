@@ -70,12 +70,17 @@ def move(source: str | Path, target: str | Path) -> None:
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Writes a text file by way of a temporary file beside it, so that a crash leaves the old file or the new one."""
+    """Writes a text file, as `write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Writes a file by way of a temporary file beside it, so that a crash leaves the old file or the new one."""
     with _write_target(path) as target:
         temporary = target.with_name(f".{target.name}.{os.getpid()}{PART}")
         try:
-            with open(temporary, "w", encoding="utf-8", newline="\n") as file:
-                file.write(text)
+            with open(temporary, "wb") as file:
+                file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
             move(temporary, target)

@@ -18,7 +18,17 @@ import numpy as np
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import check_writable, move, names_in, read_record, read_text, sweep, write_json, write_jsonl
+from r3lite.core.files import (
+    check_writable,
+    move,
+    names_in,
+    read_record,
+    read_text,
+    sweep,
+    write_bytes,
+    write_json,
+    write_jsonl,
+)
 from r3lite.devices.precision import resolve_device
 from r3lite.retrieval import corpus, index, qdrant
 from r3lite.retrieval.corpus import Passages, write_passages
@@ -192,7 +202,7 @@ def write_index(build: IndexBuild, encoder: Encoder, estimate: Estimate) -> int:
     file = VectorFile(work / VECTORS_SO_FAR, encoder.dimension, estimate.kind)
     write_vectors(build_vectors(estimate.kind, file), work / index.VECTORS)
     probes = np.concatenate([file.read(place, 1) for place in index.probe_places(n)])
-    probes.astype("<f4").tofile(work / index.PROBES)
+    write_bytes(work / index.PROBES, probes.astype("<f4").tobytes())
     if isinstance(encoder, HashingEncoder):
         encoder.save(work)  # its words, which its vectors depend on
     manifest = {

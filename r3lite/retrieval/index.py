@@ -33,7 +33,7 @@ from tqdm import tqdm
 from r3lite.core.bars import TimedLines
 from r3lite.core.episode import Document
 from r3lite.core.errors import R3LiteError, explained
-from r3lite.core.files import PIECE, PIECES, check_regular, read_record, write_json
+from r3lite.core.files import PIECE, PIECES, check_regular, read_record, write_bytes, write_json
 from r3lite.core.inherited import MANIFEST
 from r3lite.core.records import Record
 from r3lite.retrieval.conventions import STYLES
@@ -457,7 +457,7 @@ def delete(path: Path, ids: Iterable[str]) -> tuple[int, int]:
     newly_deleted = [passages.live[i] for i in live_numbers]
     all_deleted = np.union1d(deleted, newly_deleted).astype("<i8")
     name = f"deleted-{_next_edit(folder)}.bin"
-    (path / name).write_bytes(all_deleted.tobytes())
+    write_bytes(path / name, all_deleted.tobytes())
     remaining = Passages(
         path,
         places=len(passages) + len(deleted),

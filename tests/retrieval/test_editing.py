@@ -1,6 +1,7 @@
 """Indexes that are added to and deleted from: as good as ones built afresh, also for who reads meanwhile."""
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -110,6 +111,19 @@ def test_ids_that_are_not_there_and_deleting_all_are_refused(tmp_path, opened):
         with pytest.raises(R3LiteError, match=reason):
             index.delete(tmp_path / "i", ids)
     assert len(index.read_documents(tmp_path / "i")) == 2
+
+
+def test_every_file_of_an_index_is_on_the_disk_before_the_manifest_names_it(tmp_path, opened, monkeypatch):
+    """The probes and the places of deleted passages were not: a power cut could leave empty files."""
+    flushed = set()
+    monkeypatch.setattr(os, "fsync", lambda descriptor: flushed.add(os.fstat(descriptor).st_ino))
+    folder = tmp_path / "i"
+    build(folder, [passage(i) for i in range(4)])
+    assert index.delete(folder, ["1"]) == (1, 0)
+    assert index.add(folder, opened(folder), [passage(4)]) == (1, 0)
+    files = [path for path in folder.iterdir() if path.name != ".lock"]
+    assert {"probes.bin", "deleted-1.bin", "added-2.faiss"} <= {path.name for path in files}
+    assert [path.name for path in files if path.stat().st_ino not in flushed] == []
 
 
 def test_a_deletion_that_is_repeated_after_a_kill_is_done_already(tmp_path, opened):
