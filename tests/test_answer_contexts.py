@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from r3lite.assembly.answer_contexts import read_contexts
+from r3lite.assembly.answer_contexts import contexts_of
 from r3lite.assembly.answer_round import is_context
 from r3lite.core.episode import ANSWERED
 from r3lite.core.errors import R3LiteError
@@ -31,8 +31,8 @@ def longer(query: str) -> dict:
 
 def test_a_demonstration_without_its_last_turn_is_a_context(tmp_path, layout):
     config = config_of(tmp_path, [row(TEXT, "Tiber")], [demonstration(TEXT, "Tiber")])
-    questions = read_rl_questions(config)
-    (context,) = read_contexts(config, questions, {"": layout}).values()
+    questions, demonstrations = read_rl_questions(config)
+    (context,) = contexts_of(questions, demonstrations, {"": layout}).values()
     assert (context.question, context.finish) == (questions[0], ANSWERED)
     assert is_context(context)
     text = layout.tokenizer.decode(context.tokens[: context.turn_start])
@@ -42,16 +42,16 @@ def test_a_demonstration_without_its_last_turn_is_a_context(tmp_path, layout):
 
 def test_a_question_gets_the_first_demonstration_that_leaves_room_for_a_turn(tmp_path, layout, capsys):
     config = config_of(tmp_path, [row(TEXT, "Tiber")], [longer("x" * 50), longer("y"), longer("z")])
-    questions = read_rl_questions(config)
-    (context,) = read_contexts(config, questions, {"": layout}).values()
+    questions, demonstrations = read_rl_questions(config)
+    (context,) = contexts_of(questions, demonstrations, {"": layout}).values()
     assert context.steps[0].queries == ("x" * 50,)
     room = context.turn_start - 49  # what the second demonstration takes
     for max_length, fits in ((room + 20, True), (room + 19, False)):
         shorter = Layout(layout.tokenizer, layout.protocol, replace(layout.lengths, max_length=max_length))
         if fits:
-            (context,) = read_contexts(config, questions, {"": shorter}).values()
+            (context,) = contexts_of(questions, demonstrations, {"": shorter}).values()
             assert context.steps[0].queries == ("y",)
         else:
             with pytest.raises(R3LiteError, match="no demonstration in --contexts leaves room for a turn"):
-                read_contexts(config, questions, {"": shorter})
+                contexts_of(questions, demonstrations, {"": shorter})
             assert "left out 1 of 1 questions" in capsys.readouterr().err

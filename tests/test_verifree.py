@@ -12,6 +12,7 @@ from r3lite.assembly.answer_round import check
 from r3lite.core.config import UsageError
 from r3lite.core.episode import ANSWERED, Question, Step
 from r3lite.core.token_record import TokenRecord
+from r3lite.datasets.trajectories import read_rows
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.registry import build_protocol
 from r3lite.rewards.reward import EpisodeReward
@@ -72,6 +73,22 @@ def trial(cold, tmp_path_factory):
         patch.setattr(VeriFree, "with_advantages", spy_advantages)
         assert ppo.main([*flags, "--output", str(output)]) == 0
     return measured, batches, output
+
+
+def test_the_demonstrations_are_read_once(cold, tmp_path, monkeypatch):
+    """They were read for the questions, and again for the contexts."""
+    files = []
+
+    def spy_rows(file, *args, **kwargs):
+        files.append(file)
+        return read_rows(file, *args, **kwargs)
+
+    monkeypatch.setattr("r3lite.datasets.rl_questions.read_rows", spy_rows)
+    flags = ["--preset", "tiny", "--data", str(WORLD / "train.jsonl"), "--index", str(cold / "index")]
+    flags += ["--adapter", str(cold / "sft"), "--algorithm", "verifree", "--contexts", str(cold / "rows.jsonl")]
+    flags += ["--batch-size", "2", "--num-generations", "2", "--max-steps", "1", "--dtype", "fp32"]
+    assert ppo.main([*flags, "--output", str(tmp_path / "run")]) == 0
+    assert files == [str(cold / "rows.jsonl")]
 
 
 def test_the_reward_is_the_probability_of_the_right_answer(trial):

@@ -10,23 +10,21 @@ from collections.abc import Mapping, Sequence
 
 from r3lite.core.episode import ANSWERED, Question
 from r3lite.core.errors import R3LiteError
-from r3lite.datasets.rl_questions import in_words, read_demonstrations, source_without
+from r3lite.datasets.rl_questions import Demonstrations, in_words, source_without
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.protocols.layout import Layout
 from r3lite.rollout.sequence import Sequence as SampledSequence
 from r3lite.rollout.uniforms import Uniforms
-from r3lite.settings import PpoConfig
 
 
-def read_contexts(
-    config: PpoConfig, questions: Sequence[Question], layouts: Mapping[str, Layout]
+def contexts_of(
+    questions: Sequence[Question], demonstrations: Demonstrations, layouts: Mapping[str, Layout]
 ) -> dict[str, SampledSequence]:
-    """Returns a context for each question, by the question's id, from the demonstrations in the files of --contexts.
+    """Returns a context for each question, by the question's id, from the `demonstrations` of --contexts.
 
     A question gets the first of its demonstrations that leaves room for a turn. `layouts` are those of the questions'
     sources. Prints how many questions get no context, and raises R3LiteError if no question of a source gets one.
     """
-    demonstrations = read_demonstrations(config, questions)
     contexts: dict[str, SampledSequence] = {}
     for question in questions:
         for demonstration in demonstrations[question.id]:

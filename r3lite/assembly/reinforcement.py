@@ -146,7 +146,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
 
 def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTrainer, Validation | None]:
     """Reads the data of a run and loads its models; returns its trainer, and its validation if it has one."""
-    questions = read_rl_questions(config)
+    questions, demonstrations = read_rl_questions(config)
     rl_questions.check(config, questions)
     retrieval = retrieval_setup(config, questions)
     retrieve = build_retriever(retrieval)
@@ -186,7 +186,7 @@ def build_trainer(config: PpoConfig, run: RunFolder, ranks: Ranks) -> tuple[RLTr
     )
     teacher_of_run = teacher.build_teacher(config, learner, tokenizer=engine.layout.tokenizer, questions=questions)
     # RoundSampler or, with --learn answer, another class whose further fields are set already.
-    sampler_class = sampler_of(config, questions, engine=engine, learner=learner)
+    sampler_class = sampler_of(config, questions, demonstrations, engine=engine, learner=learner)
     round_sampler = sampler_class(
         config=config,
         questions=questions,

@@ -13,13 +13,17 @@ from r3lite.settings import PpoConfig
 YES_NO = ("yes", "no")
 
 
-def read_rl_questions(config: PpoConfig) -> list[Question]:
-    """Returns the questions of a run, source after source.
+Demonstrations = dict[str, list[Trajectory]]  # by the id of their question
+
+
+def read_rl_questions(config: PpoConfig) -> tuple[list[Question], Demonstrations]:
+    """Returns the questions of a run, source after source, and the demonstrations in the files of --contexts, if any.
 
     With --contexts, these are the questions that have a demonstration. With --balance-yes-no, some of the questions
     answered by yes or no are left out of each source. Raises R3LiteError if nothing is left of a source.
     """
     questions = read_questions_of(config.data, config.mixture)
+    demonstrations: Demonstrations = {}
     if config.rl.contexts:
         demonstrations = read_demonstrations(config, questions)
         demonstrated = [question for question in questions if question.id in demonstrations]
@@ -39,10 +43,10 @@ def read_rl_questions(config: PpoConfig) -> list[Question]:
             remedy="Remove --balance-yes-no.",
         )
         questions = balanced_questions
-    return questions
+    return questions, demonstrations
 
 
-def read_demonstrations(config: PpoConfig, questions: Sequence[Question]) -> dict[str, list[Trajectory]]:
+def read_demonstrations(config: PpoConfig, questions: Sequence[Question]) -> Demonstrations:
     """Returns the demonstrations in the files of --contexts by the id of their question.
 
     A demonstration belongs to every question that has the same text and has gold paragraphs, all of which are among the
@@ -52,7 +56,7 @@ def read_demonstrations(config: PpoConfig, questions: Sequence[Question]) -> dic
     by_key: dict[str, list[Question]] = {}
     for question in questions:
         by_key.setdefault(question_key(question.text), []).append(question)
-    demonstrations: dict[str, list[Trajectory]] = {}
+    demonstrations: Demonstrations = {}
     for file in config.rl.contexts:
         for row in read_rows(file, protocol, skip_bad_rows=config.data.skip_bad_rows):
             if not isinstance(row, Trajectory):

@@ -41,7 +41,7 @@ def summary_of_rl(config: PpoConfig) -> Summary:
         return Summary(text=f"{missing} is not here yet: its questions are not counted")
     if not entries_of(config.data, config.mixture) and not config.data.data:
         return Summary()
-    questions = read_rl_questions(config)
+    questions, _ = read_rl_questions(config)
     count = len(questions)
     text = table(config.mixture, config.protocol, Counter(question.source for question in questions))
     rounds = config.rounds(count)

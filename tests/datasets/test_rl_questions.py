@@ -66,7 +66,7 @@ def test_questions_are_those_with_a_demonstration_that_has_every_gold_paragraph(
         demonstration("Which river?", "Tiber"),  # of no question
     ]
     config = config_of(tmp_path, questions, demonstrations)
-    chosen = read_rl_questions(config)
+    chosen, _ = read_rl_questions(config)
     assert [question.text for question in chosen] == ["Where is Rome?"]
     ((id, of_question),) = read_demonstrations(config, chosen).items()
     assert id == chosen[0].id
@@ -79,7 +79,7 @@ def test_yes_and_no_are_balanced_among_the_demonstrated_questions(tmp_path):
     questions = [row(f"Question {i}?", answer) for i, answer in enumerate(answers)]
     demonstrations = [demonstration(f"Question {i}?", answers[i]) for i in (0, 1, 2, 3, 4, 5, 6, 14)]
     config = config_of(tmp_path, questions, demonstrations, "--balance-yes-no")
-    chosen = [question.answers[0] for question in read_rl_questions(config)]
+    chosen = [question.answers[0] for question in read_rl_questions(config)[0]]
     assert sorted(chosen) == ["Rome", "no", "no", "yes", "yes"]
 
 
@@ -114,4 +114,4 @@ def test_conversations_are_refused_and_bad_rows_are_skipped_on_request(tmp_path)
     rows = [{"steps": "none"}, demonstration("Is it Rome?", "yes")]
     with pytest.raises(R3LiteError, match="steps"):
         read_rl_questions(config_of(tmp_path, [row("Is it Rome?", "yes")], rows))
-    assert len(read_rl_questions(config_of(tmp_path, [row("Is it Rome?", "yes")], rows, "--skip-bad-rows"))) == 1
+    assert len(read_rl_questions(config_of(tmp_path, [row("Is it Rome?", "yes")], rows, "--skip-bad-rows"))[0]) == 1
