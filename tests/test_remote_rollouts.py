@@ -13,18 +13,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from r3lite import ppo, rollout_worker
+from r3lite import index, ppo, rollout_worker
 from r3lite.assembly import remote_rollouts, rollout_service
 from r3lite.core.config import UsageError
 from r3lite.core.episode import Document, Question
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import write_jsonl, write_text
+from r3lite.core.invocation import resolve
 from r3lite.core.records import InvalidRecord, Record, Source
 from r3lite.core.spans import Stopwatch
 from r3lite.llm.http_client import Link
 from r3lite.models import lora
+from r3lite.retrieval.setup import Setup
 from r3lite.rollout import wire
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.uniforms import Uniforms
+from r3lite.settings import PpoConfig
 from tests.cold_start import WORLD, adapter, arguments, logged, same
 from tests.errors import raises
 from tests.sampled_elsewhere import (
@@ -119,6 +123,36 @@ def test_the_critic_is_asked_when_the_episodes_are_back(cold, tmp_path, running)
 def test_a_worker_with_other_settings_is_refused_by_their_names(cold, tmp_path, running, flags, told):
     with pytest.raises(R3LiteError, match=told):
         sampler_of(config_of(cold, "--rollout-server", running(service_of(cold, *flags))), tmp_path)
+
+
+@pytest.fixture
+def facts_in(tmp_path):
+    """The facts of a machine with an index and a reranker in a folder of its own."""
+
+    def facts(machine: str, text: str = "Rome lies on the Tiber.", weights: str = "w") -> dict[str, str]:
+        write_jsonl(tmp_path / machine / "corpus.jsonl", [{"id": "1", "title": "Rome", "text": text}])
+        news = tmp_path / machine / "the-news"
+        corpus = str(tmp_path / machine / "corpus.jsonl")
+        assert index.main(["--preset", "tiny", "--corpus", corpus, "--output", str(news)]) == 0
+        reranker = tmp_path / machine / "the-reranker"
+        write_text(reranker / "model.safetensors", weights)
+        flags = ["--preset", "tiny", "--format", "dag", "--corpus", corpus, "--rerank", str(reranker)]
+        config = resolve("ppo", PpoConfig(), [*flags, "--source-index", f"News={news},Academic=exa"])
+        config.check_settings("ppo")
+        setup = Setup(config.retrieval, [], config.common.seed)
+        return rollout_service.facts_of(config, base="b", nf4=False, layouts={}, setup=setup)
+
+    return facts
+
+
+def test_rerankers_and_indexes_of_kinds_are_compared_by_content_and_not_by_path(facts_in):
+    """A worker whose folders had other paths than the trainer's was refused."""
+    ours = facts_in("here")
+    assert facts_in("there") == ours
+    assert "here" not in "".join(ours.values()) and "Academic=exa" in ours["--source-index"]
+    assert {name for name, fact in facts_in("a", weights="v").items() if fact != ours[name]} == {"--rerank"}
+    changed = facts_in("b", text="Rome is old.")
+    assert changed["--source-index"] != ours["--source-index"] and changed["--rerank"] == ours["--rerank"]
 
 
 def test_another_base_and_another_version_are_refused(cold, tmp_path, running, monkeypatch):

@@ -17,6 +17,7 @@ from r3lite.assembly.policy import load_policy
 from r3lite.core.config import flag
 from r3lite.core.episode import Question, Retrieve
 from r3lite.core.errors import R3LiteError
+from r3lite.core.files import folder_fingerprint
 from r3lite.core.http_server import Peer, Server, UnknownPath
 from r3lite.core.listening import listen, token_of, url_of
 from r3lite.core.records import Record, shown
@@ -32,7 +33,7 @@ from r3lite.retrieval.setup import Setup
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
 from r3lite.rollout.wire import AdapterFiles, EpisodeLimits, identity_of, sequence_to_json, tickets_from_json
-from r3lite.settings import NewQuestionSettings, PpoConfig, RolloutWorkerConfig
+from r3lite.settings import NewQuestionSettings, PpoConfig, RetrievalSettings, RolloutWorkerConfig
 
 LARGEST = 900 << 20  # bytes of a request, mostly an adapter
 AT_ONCE = 64  # episodes sampled at a time, if the memory suffices and --rollout-batch-size is not set
@@ -59,7 +60,8 @@ def facts_of(
 ) -> dict[str, str]:
     """Returns the facts that a trainer and its workers must have in common, by the names that an error gives them.
 
-    If a retriever, an encoder or a format is a path, only its last part counts: folders differ between machines.
+    Paths differ between machines. So if a retriever, an encoder or a format is a path, only its last part counts; of
+    --rerank and --source-index, the content counts.
     """
     prompts = [(name, layout.protocol, layout.prompt(EXAMPLE)) for name, layout in sorted(layouts.items())]
     facts = {
@@ -76,6 +78,8 @@ def facts_of(
     for name in ("retriever", "encoder"):
         facts[flag(name)] = Path(getattr(config.retrieval, name)).name
     facts["--format"] = Path(config.protocol.format).name
+    facts["--rerank"] = _content_of_reranker(config.retrieval)
+    facts["--source-index"] = _content_of_sources(config.retrieval)
     facts["the prompts, chat template or tokenizer"] = hashlib.sha256(repr(prompts).encode()).hexdigest()[:16]
     facts["the passages searched"] = _passages_fingerprint(setup)
     facts["--seed, for --noise-rate"] = config.common.seed if config.retrieval.noise_rate else None
@@ -92,6 +96,25 @@ def _passages_fingerprint(setup: Setup) -> str | bool:
         if indexed:
             return indexed
     return corpus.fingerprint(setup.documents)
+
+
+def _content_of_reranker(settings: RetrievalSettings) -> str | None:
+    """Returns what --rerank is: a fingerprint if it is a folder, else the hub id, address or None of the settings."""
+    if settings.rerank and Path(settings.rerank).is_dir():
+        return f"a model with the fingerprint {folder_fingerprint(Path(settings.rerank))}"
+    return settings.rerank
+
+
+def _content_of_sources(settings: RetrievalSettings) -> str | None:
+    """Returns each kind of --source-index with a fingerprint of its passages, or with its server or web service."""
+    sources = []
+    for kind, source_settings in sorted(settings.by_kind.items()):
+        place = source_settings.retriever
+        if source_settings.index:
+            fingerprint = index.read_manifest(Path(source_settings.index)).text("fingerprint")
+            place = f"passages with the fingerprint {fingerprint}"
+        sources.append(f"{kind}={place}")
+    return ", ".join(sources) or None
 
 
 @dataclass(frozen=True)
