@@ -24,10 +24,12 @@ def run_all_stages(config: QuickstartConfig) -> None:
 
 
 def plan(config: QuickstartConfig) -> str:
-    """Returns what happens and how long it takes, for `--dry-run`."""
+    """Checks what the command checks, and returns what happens and how long it takes, for `--dry-run`."""
     from r3lite.assembly import stages
 
-    return f"\n{stages.introduction(config, stages.output_of(config))}"
+    output = stages.output_of(config)
+    stages.check_rl(config, output)
+    return f"\n{stages.introduction(config, output)}"
 
 
 main = command.Command("quickstart", QuickstartConfig(), work=run_all_stages, plan=plan)

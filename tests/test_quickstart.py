@@ -12,6 +12,7 @@ from r3lite import quickstart
 from r3lite.assembly.stages import (
     HURRIED,
     Stage,
+    check_rl,
     evaluation_arguments,
     introduction,
     print_what_next,
@@ -22,7 +23,9 @@ from r3lite.assembly.stages import (
 from r3lite.core.exit_status import INTERRUPTED, TERMINATED, Terminated
 from r3lite.core.files import write_json, write_jsonl
 from r3lite.core.invocation import resolve
+from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.settings import QuickstartSettings
+from r3lite.settings.protocol import FORMATS
 from tests.commands import CONFIGS
 from tests.errors import shows
 
@@ -38,6 +41,26 @@ def test_an_output_that_is_in_use_is_refused_at_once(tmp_path, monkeypatch, caps
     assert quickstart.main(["--output", str(tmp_path / name)]) == 1
     error = capsys.readouterr().err
     assert shows(error, "output-not-empty", tmp_path / name) and "Pass a new folder" in error
+
+
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+def test_settings_that_rl_refuses_are_refused_at_once(tmp_path, monkeypatch, capsys, dry_run):
+    """RL refused them after the cold start had been trained."""
+    monkeypatch.setattr("r3lite.assembly.stages.run_stage", lambda *_, **__: pytest.fail("a stage began"))
+    flags = ["--format", "solution", "--algorithm", "verifree", "--output", str(tmp_path / "run")]
+    assert quickstart.main([*flags, *dry_run]) == 2
+    error = capsys.readouterr().err
+    assert shows(error, "algorithm-with-format", "verifree", "solution") and "--retriever is none" in error
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_rl_accepts_every_other_algorithm_with_every_format(tmp_path, algorithm, format):
+    if (algorithm, format) == ("verifree", "solution"):
+        pytest.skip("has nothing to read")
+    flags = ["--format", format, "--algorithm", algorithm]
+    check_rl(resolve("quickstart", quickstart.QuickstartConfig(), flags), tmp_path)
 
 
 def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, capsys):

@@ -10,22 +10,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from r3lite.assembly import reinforcement
 from r3lite.core import run_files
 from r3lite.core.answer_match import exact_match, f1
-from r3lite.core.errors import R3LiteError
+from r3lite.core.errors import R3LiteError, UsageError
 from r3lite.core.exit_status import INTERRUPTED, TERMINATED, check_status
 from r3lite.core.files import read_jsonl, read_record, shipped, write_json
+from r3lite.core.invocation import resolve
 from r3lite.core.terminal import printable
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.folder import read_predictions
 from r3lite.evaluation.scores import Marks
 from r3lite.rl.algorithms import ALGORITHMS
-from r3lite.settings import QuickstartConfig
+from r3lite.settings import PpoConfig, QuickstartConfig
 
 # The trajectories for SFT are those of a hasty teacher: some answer one hop too early, so that there is something left
 # for rewards to teach. With flawless trajectories and 160 steps, SFT alone answers 0.93 of the questions right.
 TRAJECTORIES = 300
 HURRIED = 0.5  # the share of the trajectories that answer too early
+HURRIED_TRAJECTORIES = "trajectories.jsonl"
+FLAWLESS = "flawless.jsonl"  # correct trajectories, for a teacher or for contexts
 COLLECT_TITLE = f"collect trajectories for the cold start ({HURRIED:.0%} of them deliberately answer one hop too early)"
 SFT_TITLE = "SFT: learn the step format and copying from documents"
 # What --quick adds to the arguments of each stage.
@@ -180,6 +184,41 @@ def evaluation_arguments(config: QuickstartConfig, out: Path, name: str, adapter
     return arguments
 
 
+def rl_arguments(config: QuickstartConfig, out: Path) -> list[str]:
+    """Returns the arguments of `ppo`."""
+    format = config.quickstart.format
+    algorithm = config.quickstart.algorithm
+    arguments = ["--preset", config.common.preset, "--seed", str(config.common.seed), "--algorithm", algorithm]
+    arguments += ["--adapter", str(out / "sft"), "--data", str(shipped("data", "world") / "train.jsonl")]
+    if ALGORITHMS[algorithm].has_traces:  # RL leaves out the hasty traces, whose reward is too small
+        # Only the first TRAJECTORIES questions may have a trace.
+        arguments += ["--traces", str(out / HURRIED_TRAJECTORIES), "--limit", str(TRAJECTORIES)]
+    arguments += [*sampling_arguments(format, out), "--output", str(out / algorithm)]
+    if ALGORITHMS[algorithm].learns_right_answers:
+        arguments += ["--contexts", str(out / FLAWLESS)]
+    if ALGORITHMS[algorithm].has_teacher:
+        arguments += ["--teacher", "tiny", "--teacher-adapter", str(out / "teacher"), "--teacher-quantize", "none"]
+    if config.quickstart.quick:
+        arguments += QUICK_ARGUMENTS["ppo"]
+    if format != "r3":
+        arguments += SAMPLING_OF_OTHER_FORMATS
+    return arguments
+
+
+def check_rl(config: QuickstartConfig, out: Path) -> None:
+    """Raises UsageError if RL would refuse its settings, after the minutes that the stages before it take."""
+    rl_config = resolve("ppo", PpoConfig(), rl_arguments(config, out))
+    settings = config.quickstart
+    try:
+        rl_config.check_settings("ppo")
+        reinforcement.check(rl_config)
+    except UsageError as error:
+        raise UsageError(
+            f"--algorithm {settings.algorithm} does not work with --format {settings.format}: {error}",
+            code="algorithm-with-format",
+        ) from error
+
+
 def introduction(config: QuickstartConfig, out: Path) -> str:
     """Returns what happens and how long it takes, in two lines."""
     minutes = "5 to 15 minutes on two CPU cores"
@@ -198,7 +237,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     world = shipped("data", "world")
     preset = ["--preset", config.common.preset]
     shared = [*preset, "--seed", str(config.common.seed)]
-    sampling = sampling_arguments(format, out)
+    check_rl(config, out)
     print(introduction(config, out), flush=True)
     quick_arguments: dict[str, list[str]] = {name: [] for name in QUICK_ARGUMENTS}
     if config.quickstart.quick:
@@ -232,32 +271,21 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
             name="index",
             arguments=[*preset, "--corpus", str(world / "corpus.jsonl"), "--output", str(out / "index")],
         )
-    trajectories = out / "trajectories.jsonl"
+    trajectories = out / HURRIED_TRAJECTORIES
     collect(COLLECT_TITLE, trajectories, "--hurried-share", str(HURRIED))
     stages = [evaluate("base", None, 0.0)]
     minutes = train(SFT_TITLE, trajectories, adapter=out / "sft", name="SFT")
     stages.append(evaluate("SFT", out / "sft", minutes))
-    arguments = [*shared, "--algorithm", algorithm, "--adapter", str(out / "sft"), "--data", str(world / "train.jsonl")]
-    if ALGORITHMS[algorithm].has_traces:  # RL leaves out the hasty traces, whose reward is too small
-        # Only the first TRAJECTORIES questions may have a trace.
-        arguments += ["--traces", str(trajectories), "--limit", str(TRAJECTORIES)]
-    arguments += [*sampling, "--output", str(out / algorithm)]
-    flawless = out / "flawless.jsonl"
+    flawless = out / FLAWLESS
     if ALGORITHMS[algorithm].has_teacher or ALGORITHMS[algorithm].learns_right_answers:
         collect("collect correct trajectories for a teacher or for contexts", flawless)
-    if ALGORITHMS[algorithm].learns_right_answers:
-        arguments += ["--contexts", str(flawless)]
     if ALGORITHMS[algorithm].has_teacher:
         train("SFT of the teacher, a second adapter", flawless, adapter=out / "teacher", name="teacher")
-        arguments += ["--teacher", "tiny", "--teacher-adapter", str(out / "teacher"), "--teacher-quantize", "none"]
-    arguments += quick_arguments["ppo"]
-    if format != "r3":
-        arguments += SAMPLING_OF_OTHER_FORMATS
     minutes = run_stage(
         f"{algorithm.upper()}: learn from rewards on questions and answers",
         commands=commands,
         name="ppo",
-        arguments=arguments,
+        arguments=rl_arguments(config, out),
         evaluation=evaluation_arguments(config, out, name=algorithm.upper(), adapter=out / algorithm),
     )
     stages.append(evaluate(algorithm.upper(), out / algorithm, minutes))
