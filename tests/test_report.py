@@ -11,7 +11,7 @@ from r3lite.core.files import read_jsonl
 from r3lite.evaluation.comparisons import compare
 from r3lite.evaluation.scores import Marks
 from r3lite.reports import png
-from r3lite.reports.chart import Line, Lines
+from r3lite.reports.chart import MARKERS, Line, Lines
 from r3lite.settings import ReportSettings
 from tests.reports.conftest import entry, episode, jsonl
 
@@ -57,6 +57,16 @@ def test_a_picture_has_the_gaps_of_the_page_and_shows_a_single_value():
     assert drawn == [[1, 2], [4, 5], [3]]
     assert [line.get_marker() for line in axes.lines] == ["", "", "o"]
     assert axes.get_legend_handles_labels()[1] == ["loss", "F1"]
+
+
+def test_the_runs_of_a_picture_differ_by_marker():
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = figure.add_subplot()
+    lines = [Line(name, range(60), [1.0] * 60, colour=i, marker=i) for i, name in enumerate("ab")]
+    png._lines(Lines("x", "Loss", "", lines), axes)
+    assert [line.get_marker() for line in axes.lines] == ["o", "s"]
+    assert [len(line.get_markevery()) for line in axes.lines] == [6, 6]
+    assert len(png.MARKERS) == len(MARKERS)
 
 
 def test_pictures_without_matplotlib_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,7 @@
 """Charts as data, and as SVG that stands in a page: lines over steps, and bars with intervals.
 
-Series differ by colour; lines may also differ by dash. Most colours are Okabe and Ito's, which the colour-blind can
-tell apart.
+Series differ by colour, and also by another sign, since a chart may be printed in black: lines by dash or marker, bars
+by their places. Most colours are Okabe and Ito's, which the colour-blind can tell apart.
 """
 
 import math
@@ -19,6 +19,16 @@ TOP = 12
 BOTTOM = 34
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a7a7a", "#b59f00")
 DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4")
+# Circle, square, triangle, diamond, triangle upside down and plus, as paths around the point (0, 0).
+MARKERS = (
+    "M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0Z",
+    "M-2.7-2.7h5.4v5.4h-5.4Z",
+    "M0-3.6L3.6 2.6H-3.6Z",
+    "M0-3.8L3.8 0L0 3.8L-3.8 0Z",
+    "M0 3.6L3.6-2.6H-3.6Z",
+    "M-3.4-1.1h2.3v-2.3h2.2v2.3h2.3v2.2h-2.3v2.3h-2.2v-2.3h-2.3Z",
+)
+MAX_MARKERS = 6  # of a stretch of a line
 MAX_POINTS = 400  # of a line; longer ones are drawn as means of neighbours
 
 
@@ -29,13 +39,17 @@ def colour(number: int) -> str:
 
 @dataclass(frozen=True)
 class Line:
-    """Values over steps; None leaves a gap, where no value is known. `colour` and `dash` are numbers of styles."""
+    """Values over steps; None leaves a gap, where no value is known.
+
+    `colour`, `dash` and `marker` are numbers of styles; without a `marker`, the points have no markers.
+    """
 
     label: str
     xs: Sequence[float]
     ys: Sequence[float | None]
     colour: int = 0
     dash: int = 0
+    marker: int | None = None
 
     @property
     def values(self) -> list[float]:
@@ -46,6 +60,24 @@ class Line:
     def stroke(self) -> str:
         """The line's colour and dash as SVG attributes."""
         return f'stroke="{colour(self.colour)}" stroke-dasharray="{DASHES[self.dash % len(DASHES)]}"'
+
+    def marker_at(self, x: str, y: str) -> str:
+        """Returns the line's marker as SVG; empty if it has none."""
+        if self.marker is None:
+            return ""
+        shape = MARKERS[self.marker % len(MARKERS)]
+        return f'<path d="{shape}" transform="translate({x} {y})" fill="{colour(self.colour)}"/>'
+
+    def marked(self, count: int) -> range:
+        """Returns the indices of the points with a marker in a stretch of `count` points.
+
+        Lines with different markers have them at different points, so that they do not hide one another.
+        """
+        if self.marker is None:
+            return range(0)
+        distance = -(-count // MAX_MARKERS)
+        first = distance * (self.marker % len(MARKERS)) // len(MARKERS)
+        return range(first, count, distance)
 
 
 @dataclass(frozen=True)
@@ -77,7 +109,7 @@ class Lines:
     def legend(self) -> list[tuple[str, str]]:
         """The label of each line, and a sample of the line in SVG."""
         sample = '<line x1="0" x2="26" y1="5" y2="5" stroke-width="2.2" {}/>'
-        return [(line.label, sample.format(line.stroke)) for line in self.lines]
+        return [(line.label, sample.format(line.stroke) + line.marker_at("13", "5")) for line in self.lines]
 
 
 @dataclass(frozen=True)
@@ -262,7 +294,9 @@ def _lines(chart: Lines) -> tuple[str, str]:
             places = [(f"{across(x):.1f}", f"{up(y):.1f}") for x, y in part]
             points = " ".join(f"{x},{y}" for x, y in places)
             drawn.append(f'<polyline class="line" {line.stroke} points="{points}"/>')
-            if len(places) == 1:
+            for i in line.marked(len(places)):
+                drawn.append(line.marker_at(*places[i]))
+            if len(places) == 1 and line.marker is None:
                 x, y = places[0]
                 drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{colour(line.colour)}"/>')
         if line.values:

@@ -75,7 +75,8 @@ PANELS = {
 def charts(runs: Sequence[Run]) -> dict[str, list[Chart]]:
     """Returns the charts by section. Each command has charts of its own: a loss of SFT is not a loss of RL.
 
-    With a single run, each metric has a colour. With several runs, each run has a colour, and each metric a dash.
+    With a single run, each metric has a colour and a dash. With several runs, each run has a colour and a marker, and
+    each metric a dash.
     """
     trained = [run for run in runs if run.metrics]
     commands = list(dict.fromkeys(run.command for run in trained))
@@ -140,7 +141,7 @@ class _Style:
         full_label = f"{self.run_name}: {label}"
         if self.is_only_metric:
             full_label = self.run_name
-        return Line(full_label, xs, ys, colour=self.run_number, dash=metric_number)
+        return Line(full_label, xs, ys, colour=self.run_number, dash=metric_number, marker=self.run_number)
 
 
 def _metrics_of(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:

@@ -7,6 +7,7 @@ from r3lite.core.errors import extra
 from r3lite.reports.chart import Bars, Chart, Lines, colour, stretches
 
 DASHES = ("-", "--", ":", "-.", (0, (1, 2)), (0, (8, 3)))
+MARKERS = ("o", "s", "^", "D", "v", "P")  # those of `chart.MARKERS`
 DPI = 200
 
 
@@ -43,7 +44,9 @@ def _lines(chart: Lines, axes) -> None:
         label = line.label
         for points in stretches(line):
             marker = ""
-            if len(points) == 1:  # a point alone makes no line
+            if line.marker is not None:
+                marker = MARKERS[line.marker % len(MARKERS)]
+            elif len(points) == 1:  # a point alone makes no line
                 marker = "o"
             xs = [x for x, _ in points]
             ys = [y for _, y in points]
@@ -55,7 +58,8 @@ def _lines(chart: Lines, axes) -> None:
                 color=colour(line.colour),
                 linestyle=DASHES[line.dash % len(DASHES)],
                 marker=marker,
-                markersize=3,
+                markersize=4,
+                markevery=list(line.marked(len(points))) or None,
             )
             label = None  # the legend has one entry for all stretches
     if chart.is_logarithmic:

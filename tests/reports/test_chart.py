@@ -5,6 +5,8 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from r3lite.reports.chart import (
+    MARKERS,
+    MAX_MARKERS,
     MAX_POINTS,
     Bar,
     Bars,
@@ -77,6 +79,26 @@ def test_what_is_not_known_is_a_gap():
 def test_what_is_measured_now_and_then_is_joined():
     line = Line("F1", [1, 2, 3, 4, 5, 6], [0.1, None, None, 0.2, None, None])
     assert [len(part.split()) for part in lines_of(svg(Lines("x", "F1", "", [line])))] == [2]
+
+
+@pytest.mark.parametrize("count", [1, 2, 6, 7, 100])
+def test_each_stretch_has_a_few_markers_at_points_of_their_own(count):
+    for marker in range(len(MARKERS)):
+        line = Line("x", range(count), [1.0] * count, marker=marker)
+        assert 1 <= len(line.marked(count)) <= MAX_MARKERS
+    assert not Line("x", range(count), [1.0] * count).marked(count)
+    if count == 100:
+        at = [set(Line("x", [], [], marker=marker).marked(count)) for marker in range(len(MARKERS))]
+        assert len(set.union(*at)) == sum(map(len, at))
+
+
+def test_markers_stand_on_their_line_and_a_single_point_has_one():
+    line = Line("run", [1, 2, 3, 4], [1.0, None, 3.0, 4.0], marker=2)
+    drawn = ET.fromstring(svg(Lines("x", "Loss", "", [line])))
+    points = [tuple(point.split(",")) for part in drawn.iter("polyline") for point in part.attrib["points"].split()]
+    shapes = [part for part in drawn.iter("path") if part.attrib["d"] == MARKERS[2]]
+    assert [f"translate({x} {y})" for x, y in points] == [shape.attrib["transform"] for shape in shapes]
+    assert list(drawn.iter("circle")) == []
 
 
 def test_a_long_line_is_thinned_to_means():

@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 import pytest
 
 from r3lite.core.errors import R3LiteError
+from r3lite.reports.chart import MARKERS
 from r3lite.reports.data import read_data
 from r3lite.reports.page import Report, html
 from r3lite.reports.run import read_runs
@@ -121,6 +122,10 @@ def test_several_runs_share_charts_but_those_of_other_commands_have_their_own(ru
     folders = [run_folder(name, metrics=[{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}]) for name in "ab"]
     page = page_of(*folders)
     assert page.count("<h3>Loss") == 1 and 'aria-label="Loss. a: from 1 to 2; b: from 1 to 2"' in page
+    # They differed by colour alone: printed in black, all were the same. Each run has a marker at both steps and in the
+    # legend.
+    assert [page.count(f'd="{shape}"') for shape in MARKERS[:3]] == [3, 3, 0]
+    assert not any(f'd="{shape}"' in page_of(folders[0]) for shape in MARKERS)
     sft = run_folder("c", "sft", metrics=[{"step": 1, "loss": 3.0}])
     assert page_of(*folders, sft).count("<h3>Loss") == 2
 
