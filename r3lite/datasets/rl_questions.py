@@ -11,8 +11,6 @@ from r3lite.datasets.trajectories import Trajectory, read_rows
 from r3lite.settings import PpoConfig
 
 YES_NO = ("yes", "no")
-
-
 Demonstrations = dict[str, list[Trajectory]]  # by the id of their question
 
 
@@ -30,7 +28,7 @@ def read_rl_questions(config: PpoConfig) -> tuple[list[Question], Demonstrations
         _check_sources(
             questions,
             demonstrated,
-            cause="has a demonstration with every gold paragraph in --contexts",
+            no_question="has a demonstration with every gold paragraph in --contexts",
             remedy="Pass demonstrations of these questions, or remove --contexts.",
         )
         questions = demonstrated
@@ -39,7 +37,7 @@ def read_rl_questions(config: PpoConfig) -> tuple[list[Question], Demonstrations
         _check_sources(
             questions,
             balanced_questions,
-            cause="is left by --balance-yes-no: all are answered by one of the two",
+            no_question="is left by --balance-yes-no: all are answered by one of the two",
             remedy="Remove --balance-yes-no.",
         )
         questions = balanced_questions
@@ -52,7 +50,7 @@ def read_demonstrations(config: PpoConfig, questions: Sequence[Question]) -> Dem
     A demonstration belongs to every question that has the same text and has gold paragraphs, all of which are among the
     demonstration's documents. Raises R3LiteError if a file has conversations.
     """
-    protocol = protocols_of(config.protocol, config.mixture)[""]
+    protocol = protocols_of(config.protocol, config.mixture)[""]  # of --format: with --contexts no source has another
     by_key: dict[str, list[Question]] = {}
     for question in questions:
         by_key.setdefault(question_key(question.text), []).append(question)
@@ -91,11 +89,11 @@ def balanced(questions: Sequence[Question]) -> list[Question]:
     return [question for question in questions if question.id not in left_out]
 
 
-def _check_sources(questions: Sequence[Question], chosen: Sequence[Question], cause: str, remedy: str) -> None:
-    """Raises R3LiteError if no question of a source was chosen. `cause` follows "no question"."""
+def _check_sources(questions: Sequence[Question], chosen: Sequence[Question], no_question: str, remedy: str) -> None:
+    """Raises R3LiteError if no question of a source was chosen. `no_question` follows "no question of the source"."""
     source = source_without(questions, chosen)
     if source is not None:
-        raise R3LiteError(f"no question{in_words(source)} {cause}", remedy, code="source-without-questions")
+        raise R3LiteError(f"no question{in_words(source)} {no_question}", remedy, code="source-without-questions")
 
 
 def source_without(questions: Sequence[Question], chosen: Sequence[Question]) -> str | None:

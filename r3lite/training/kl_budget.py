@@ -2,8 +2,9 @@
 
 The KL after an update is measured in the next round, on episodes that the updated policy has sampled. For small changes
 of the policy, sqrt(KL) is a distance from the reference. Each update adds at most a multiple of its learning rate to
-this distance. So let path_n be the sum of the learning rates, as shares of the peak, of all updates before round n, and
-KL_n the KL that is measured in round n, less the one before the first update, which is only rounding. In round n:
+this distance. So let path_n be the sum of the learning rates that the updates before round n had, as shares of the peak
+(scheduled rate times scale; updates that were taken back do not count), and KL_n the KL that is measured in round n,
+less the one before the first update, which is only rounding. In round n:
 
     slope^2 = sum_i w_i KL_i / sum_i w_i path_i^2        over the rounds i <= n, with w_i = FORGETTING^(n - i)
     reach   = sqrt(target) / slope                       the length of the path at which the KL is the target
@@ -107,7 +108,7 @@ class KlBudget:
             error = 0.0
         self.sum_kl = FORGETTING * self.sum_kl + kl
         self.sum_squares = FORGETTING * self.sum_squares + self.path**2
-        estimate = self._slope() ** 2 * self.path**2
+        estimate = self._slope() ** 2 * self.path**2  # a metric: the KL according to all rounds so far
         limit = max(PLAN_LIMIT * self.allowed, TARGET_LIMIT * self.target)
         taken_back = bool(self.undo) and kl - STANDARD_ERRORS * error > limit
         if taken_back:
@@ -125,7 +126,7 @@ class KlBudget:
 
     def _prepare_update(self) -> None:
         """Sets the learning rate of this round's update, and copies what is needed to take the update back."""
-        if self.path:
+        if self.path:  # else no update has been measured, and the scale stays
             scale = min(self._scale_for(self.rates[self.round - 1 :]), MAX_SCALE)
             self.scale = _clamped(scale, low=self.scale / STEP_FACTOR, high=self.scale * STEP_FACTOR)
         self.undo = self._copies()
@@ -136,11 +137,12 @@ class KlBudget:
         """Restores the weights and moments from before the last update, and lowers the scale."""
         self.path -= self.last_rate
         remaining_rates = self.rates[self.round :]  # without this round's, which will have no update
-        if not remaining_rates:
+        if not remaining_rates:  # this was the last round, and the scale is only a metric
             remaining_rates = self.rates[-1:]
         scale = self._scale_for(remaining_rates)
         self.scale = _clamped(scale, low=self.scale / TAKEN_BACK_FACTOR, high=self.scale / STEP_FACTOR)
-        self.precision.changed_weights = True  # so that an interruption waits for the end of the round
+        # As after an update: an interruption now waits for the end of the round, since the round cannot be undone.
+        self.precision.changed_weights = True
         with torch.no_grad():
             for name, parameter in optim.parameters(self.optimizer).items():
                 parameter.copy_(self.undo[WEIGHTS + name])
@@ -150,7 +152,7 @@ class KlBudget:
                 moments[name.removeprefix(MOMENTS)] = tensor
         optim.load_state_tensors(self.optimizer, moments)
         self.undo = {}
-        self._set_rate()
+        self._set_rate()  # for the metric learning_rate: this round has no update
 
     def _slope(self) -> float:
         """The slope: distance from the reference per unit of path; 0 before the first update is measured."""
