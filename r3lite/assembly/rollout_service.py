@@ -92,10 +92,15 @@ def _passages_fingerprint(setup: Setup) -> str | bool:
     if settings.retriever in ("none", "golden") or settings.is_remote or settings.is_web:
         return False
     if settings.index:
-        indexed = index.read_manifest(Path(settings.index)).text("fingerprint")
+        indexed = _fingerprint_of_index(settings.index)
         if indexed:
             return indexed
     return corpus.fingerprint(setup.documents)
+
+
+def _fingerprint_of_index(folder: str) -> str:
+    """Returns the fingerprint of an index's passages."""
+    return index.read_manifest(Path(folder)).text("fingerprint")
 
 
 def _content_of_reranker(settings: RetrievalSettings) -> str | None:
@@ -111,8 +116,7 @@ def _content_of_sources(settings: RetrievalSettings) -> str | None:
     for kind, source_settings in sorted(settings.by_kind.items()):
         place = source_settings.retriever
         if source_settings.index:
-            fingerprint = index.read_manifest(Path(source_settings.index)).text("fingerprint")
-            place = f"passages with the fingerprint {fingerprint}"
+            place = f"passages with the fingerprint {_fingerprint_of_index(source_settings.index)}"
         sources.append(f"{kind}={place}")
     return ", ".join(sources) or None
 

@@ -172,10 +172,14 @@ def folder_of_scores(out: Path, name: str) -> Path:
     return out / f"evaluate-{name.lower()}"
 
 
+def common_arguments(config: QuickstartConfig) -> list[str]:
+    """Returns the arguments of all commands but `index`."""
+    return ["--preset", config.common.preset, "--seed", str(config.common.seed)]
+
+
 def evaluation_arguments(config: QuickstartConfig, out: Path, name: str, adapter: Path | None) -> list[str]:
     """Returns the arguments of `evaluate` for the adapter of a stage; None: the untrained model."""
-    arguments = ["--preset", config.common.preset, "--seed", str(config.common.seed)]
-    arguments += ["--data", str(shipped("data", "world") / "test.jsonl")]
+    arguments = [*common_arguments(config), "--data", str(shipped("data", "world") / "test.jsonl")]
     arguments += [*sampling_arguments(config.quickstart.format, out), "--output", str(folder_of_scores(out, name))]
     if config.quickstart.quick:
         arguments += QUICK_ARGUMENTS["evaluate"]
@@ -188,7 +192,7 @@ def rl_arguments(config: QuickstartConfig, out: Path) -> list[str]:
     """Returns the arguments of `ppo`."""
     format = config.quickstart.format
     algorithm = config.quickstart.algorithm
-    arguments = ["--preset", config.common.preset, "--seed", str(config.common.seed), "--algorithm", algorithm]
+    arguments = [*common_arguments(config), "--algorithm", algorithm]
     arguments += ["--adapter", str(out / "sft"), "--data", str(shipped("data", "world") / "train.jsonl")]
     if ALGORITHMS[algorithm].has_traces:  # RL leaves out the hasty traces, whose reward is too small
         # Only the first TRAJECTORIES questions may have a trace.
@@ -235,8 +239,7 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
     algorithm = config.quickstart.algorithm
     out = output_of(config)
     world = shipped("data", "world")
-    preset = ["--preset", config.common.preset]
-    shared = [*preset, "--seed", str(config.common.seed)]
+    shared = common_arguments(config)
     check_rl(config, out)
     print(introduction(config, out), flush=True)
     quick_arguments: dict[str, list[str]] = {name: [] for name in QUICK_ARGUMENTS}
@@ -265,11 +268,13 @@ def run_all_stages(config: QuickstartConfig, commands: Mapping[str, ModuleType])
         return run_stage(title, commands=commands, name="sft", arguments=arguments, evaluation=evaluation)
 
     if format != "solution":
+        index_arguments = ["--preset", config.common.preset, "--corpus", str(world / "corpus.jsonl")]
+        index_arguments += ["--output", str(out / "index")]
         run_stage(
             "index the encyclopedia",
             commands=commands,
             name="index",
-            arguments=[*preset, "--corpus", str(world / "corpus.jsonl"), "--output", str(out / "index")],
+            arguments=index_arguments,
         )
     trajectories = out / HURRIED_TRAJECTORIES
     collect(COLLECT_TITLE, trajectories, "--hurried-share", str(HURRIED))
