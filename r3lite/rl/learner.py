@@ -143,8 +143,8 @@ class Learner:
                 norm, _ = self.optimizer_step()
                 norms.append(norm)
         metrics = self._metrics(step_sums, first_epoch_log_ratios, norms)
-        metrics |= self.algorithm.adapt_kl(metrics.get("kl"))  # changes beta for the next round
         metrics |= self.algorithm.statistics(batch)
+        metrics |= self.algorithm.adapt_kl(metrics.get("kl"))  # changes beta for the next round
         if self.budget:
             metrics |= self.budget.metrics
         return metrics

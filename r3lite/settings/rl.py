@@ -21,7 +21,7 @@ Top = Annotated[int, Bounds(low=1, high=1024)]
 # The keys of rl.algorithms.ALGORITHMS; a test checks that they are the same.
 Algorithm = Literal[
     "ppo", "grpo", "dr-grpo", "dapo", "gspo", "rloo", "reinforce++", "reinforce++-baseline", "luffy", "exgrpo",
-    "hybrid", "dgpo", "verifree",
+    "hybrid", "dgpo", "dpo", "verifree",
 ]  # fmt: skip
 
 # The settings that --algorithm implies. The algorithms that are not listed use the defaults of RLSettings.
@@ -32,6 +32,7 @@ PAPERS = {
     },
     "reinforce++-baseline": {"kl_estimator": "k2"},
     "dgpo": {"kl_beta": 0.0},
+    "dpo": {"kl_beta": 0.1},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_beta": 0.0, "old_logprobs": "trainer"},
     "luffy": {"kl_beta": 0.05},
     "exgrpo": {"kl_beta": 0.05},
@@ -71,8 +72,9 @@ class RLSettings(Section):
     reinforce++: advantages whitened over the round (2501.03262); reinforce++-baseline: after subtracting the group
     mean; luffy: a teacher's traces join the groups (2504.14945); exgrpo: earlier successes join the groups
     (2510.02245); hybrid: luffy and exgrpo; dgpo: grpo for successful episodes, a teacher's distributions for failed
-    ones (2508.20324); verifree: last turns, rewarded by the probability of the right answer (2505.21493). Each sets its
-    paper's defaults, which flags override; see docs/algorithms.md"""
+    ones (2508.20324); dpo: pairs of better and worse episodes (2305.18290); verifree: last turns, rewarded by the
+    probability of the right answer (2505.21493). Each sets its paper's defaults, which flags override; see
+    docs/algorithms.md"""
     learn: Literal["episode", "answer"] = "episode"
     """episode: all turns of whole episodes; answer: only the last turn of episodes that retrieved every gold paragraph.
     Each round takes --batch-size such episodes, samples their last turn --num-generations times, and rewards exact
@@ -86,7 +88,7 @@ class RLSettings(Section):
     num_generations: Basic[Annotated[int, Bounds(low=1, high=1024)]] = 8
     """episodes sampled per question"""
     kl_beta: Basic[NonNegative] = 0.001
-    """weight of the KL divergence. It is measured from the reference adapter"""
+    """weight of the KL divergence. It is measured from the reference adapter. With dpo it is the beta of the loss"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """KL estimator, with d = log pi - log reference; k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1; default: k1 if the KL is
     subtracted from the reward (ppo, rloo, reinforce++), k3 if it is added to the loss (the others)"""
@@ -116,7 +118,7 @@ class RLSettings(Section):
     gold paragraph (arXiv 2601.21699); 0: off (algorithms that compare the episodes of a question)"""
     refill_limit: Whole = 0
     """how many times per round to replace groups whose answers are all rewarded alike by groups of other questions; 0:
-    keep them (grpo, dr-grpo, dapo, gspo, rloo, reinforce++-baseline)"""
+    keep them (grpo, dr-grpo, dapo, gspo, rloo, reinforce++-baseline, dpo)"""
     overlong_filter: Literal["off", "on"] = "off"
     """on: episodes that were cut off have no loss (dapo)"""
     overlong_penalty: NonNegative = 0.0
@@ -155,6 +157,8 @@ class RLSettings(Section):
     """lambda of generalized advantage estimation (arXiv 1506.02438) (ppo)"""
     entropy_coefficient: NonNegative = 0.0
     """weight of an entropy bonus"""
+    likelihood_weight: NonNegative = 0.2
+    """weight of the mean negative log-likelihood of the better episodes' tokens (dpo)"""
     failed_below: NonNegative | None = None
     """an episode has failed if its outcome reward is below this; default: if its answer is wrong, as the judge says or,
     without a judge, by exact match (dgpo)"""

@@ -245,6 +245,24 @@ def dgpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
     return found
 
 
+def dpo_gradient(s: RLSettings, plain: Plain, batch) -> list[Tensor]:
+    """arXiv 2305.18290, eq. 7, on every pair of a group; plus the negative log-likelihood of 2404.19733, in the mean
+    over the tokens of the preferred episode. The mean over the pairs of a group, then over the groups that have one."""
+    paid = batch.rewards.double().sum(-1)
+    group_losses = []
+    for group in batch.groups.unique():
+        rows = (batch.groups == group).nonzero()[:, 0].tolist()
+        losses = []
+        for pair in [(w, other) for w in rows for other in rows if paid[w] > paid[other]]:
+            better, worse = (plain.episode(batch.tokens[row], AT[row])[0] for row in pair)
+            d = [plain.episode(batch.tokens[row], AT[row], "reference")[0].detach().sum() for row in pair]
+            h = s.kl_beta * ((better.sum() - d[0]) - (worse.sum() - d[1]))
+            losses.append(-torch.nn.functional.logsigmoid(h) - s.likelihood_weight * better.mean())
+        if losses:
+            group_losses.append(sum(losses) / len(losses))
+    return list(torch.autograd.grad(sum(group_losses) / len(group_losses), plain.parameters))
+
+
 def verifree_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 2505.21493: rows 0 and 1 are analyses, each compared with the other; rows 2 and 3 are right answers, whose
     advantage is the probability that they are rewarded with. No std, and 4 tokens, the most of a turn, in place of each

@@ -14,6 +14,7 @@ from tests.rl.formulas import (
     Plain,
     dapo_gradients,
     dgpo_gradients,
+    dpo_gradient,
     dr_grpo_gradients,
     grpo_gradients,
     gspo_gradients,
@@ -160,3 +161,39 @@ def test_analyses_and_right_answers_get_the_gradient_of_the_mean_likelihood(
     with torch.no_grad():
         entropies = torch.cat([plain.episode(batch.tokens[row], AT[row])[1] for row in (0, 1)])
     assert measured["entropy"] == pytest.approx(float(entropies.mean()), rel=1e-4)  # of the analyses alone
+
+
+@pytest.mark.parametrize("micro_batch_size", [4, 1])
+@pytest.mark.parametrize(
+    ("groups", "paid", "pair_count"),
+    [
+        ([0, 0, 0, 0], [1.0, 0.0, 0.5, 0.5], 5),  # two episodes are equal: no pair
+        ([0, 0, 1, 1], [1.0, 0.0, 0.0, 0.5], 2),
+        ([0, 0, 1, 1], [1.0, 0.0, 0.5, 0.5], 1),  # a group without a pair does not count
+    ],
+)
+def test_pairs_get_the_gradient_of_dpo(setup, model, batch, groups, paid, pair_count, micro_batch_size):
+    """In a round's first step, where the policy is the one that sampled."""
+    plain = Plain(model, None)
+    logprobs = torch.zeros_like(batch.logprobs)
+    for row, t in enumerate(AT):
+        logprobs[row, t] = plain.episode(batch.tokens[row], t)[0].detach().float()
+    rewards = torch.zeros_like(batch.rewards)
+    rewards[:, 2] = torch.tensor(paid)  # an action token of every row
+    batch = replace(batch, logprobs=logprobs, rewards=rewards, groups=torch.tensor(groups))
+    # The target changes beta for the next round.
+    made = setup("dpo", kl_beta=0.7, kl_target=1e-9, likelihood_weight=0.3, micro_batch_size=micro_batch_size)
+    made.learner.temperature = TEMPERATURE
+    measured = made.learner.learn(batch, "seed")
+    expected = torch.cat([part.flatten().float() for part in dpo_gradient(made.learner.settings, plain, batch)])
+    (gradient,) = made.steps
+    assert expected.norm() > 0 and (gradient - expected).norm() <= 1e-4 * expected.norm()
+    log_ratios = [
+        float((logprobs[row, t] - plain.episode(batch.tokens[row], t, "reference")[0].detach()).sum())
+        for row, t in enumerate(AT)
+    ]
+    pairs = [(i, j) for i in range(4) for j in range(4) if groups[i] == groups[j] and paid[i] > paid[j]]
+    margins = [0.7 * (log_ratios[better] - log_ratios[worse]) for better, worse in pairs]
+    assert len(pairs) == pair_count
+    assert measured["rewards/margins"] == pytest.approx(sum(margins) / pair_count, rel=1e-3)
+    assert measured["rewards/accuracies"] == pytest.approx(sum(h > 0 for h in margins) / pair_count)

@@ -6,6 +6,7 @@ from r3lite.core.config import UsageError, flag
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.algorithms.dapo import Dapo
 from r3lite.rl.algorithms.dgpo import Dgpo
+from r3lite.rl.algorithms.dpo import Dpo
 from r3lite.rl.algorithms.dr_grpo import DrGrpo
 from r3lite.rl.algorithms.exgrpo import ExGrpo
 from r3lite.rl.algorithms.grpo import Grpo
@@ -32,6 +33,7 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
     "exgrpo": ExGrpo,
     "hybrid": Hybrid,
     "dgpo": Dgpo,
+    "dpo": Dpo,
     "verifree": VeriFree,
 }
 

@@ -71,7 +71,7 @@ class Algorithm:
     learns_right_answers: ClassVar[bool] = False  # also learns right answers, each with its probability as reward
     # A staticmethod (returns [B], groups [B]) -> advantages [B]. Needed by `with_advantages`; see rl/advantages.py.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
-    kl_in: ClassVar[Literal["reward", "loss"]] = "loss"
+    kl_in: ClassVar[Literal["reward", "loss", "pairs"]] = "loss"  # "pairs": in the margins of pairs, see dpo.py
     # Names of the settings that this algorithm uses and at least one other ignores.
     own_settings: ClassVar[frozenset[str]] = frozenset()
 
@@ -126,7 +126,7 @@ class Algorithm:
 
     def penalized_rewards(self, batch: Batch) -> Tensor:
         """Returns the rewards [B, T], minus beta * KL at every action token if `kl_in` is "reward"."""
-        if self.kl_in == "loss" or batch.reference is None or not self.settings.kl_beta:
+        if self.kl_in != "reward" or batch.reference is None or not self.settings.kl_beta:
             return batch.rewards
         estimate = losses.KL_ESTIMATES[self.kl_estimator]
         kl = estimate(batch.old_logprobs, batch.reference)  # [B, T]

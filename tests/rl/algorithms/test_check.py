@@ -45,6 +45,7 @@ GIVEN = {
     "replay_min_outcome": "0.7",
     "replay_start": "0.7",
     "shaping_gamma": "0.7",
+    "likelihood_weight": "0.5",
     "failed_below": "0.5",
     "teacher": "a",
     "teacher_adapter": "a",
