@@ -100,7 +100,7 @@ def _captured(w: Workload, memory: Memory) -> dict[str, int]:
     captured = {"sample": 0}
     if w.episodes and runs_graphs(w, memory):
         step_tokens = w.lane_rows(memory.rollout_batch_size)
-        if w.draft_tokens:
+        if w.draft_tokens:  # a graph with drafts runs up to GRAPH_PLACES tokens, of all rows together
             step_tokens = max(step_tokens, GRAPH_PLACES)
         captured["sample"] = _forward(w, memory, step_tokens)
     if w.judge and delta_heads(w.judge.model) is None:
@@ -130,8 +130,9 @@ def allocated(w: Workload, memory: Memory) -> int:
 def _load(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of loading.
 
-    It is at one of two moments: when the embedding is copied from the mapped file (on a CPU the file's pages and the
-    copy are both in memory), or when the largest linear layer is read, as if it were the last of all weights.
+    On a CPU a tensor is in memory twice while it is copied from the mapped file. The peak is at one of two moments:
+    when the embedding is copied, which is read first, or when the last tensor is. That is an untied head; if there is
+    none, the largest linear layer, as if it were the last.
     """
     largest_linear = 0
     for taps in layers_by_taps(w.model):
@@ -140,8 +141,9 @@ def _load(w: Workload, memory: Memory) -> Parts:
     weights = weight_bytes(w, memory.nf4, memory.stream_layers)
     if w.on_cuda:  # the mapped file is in the host's memory
         return {"weights": weights, "one tensor": last if memory.nf4 else 0}
-    embedding_and_file = 2 * table_bytes(w)
-    highest = max(embedding_and_file, weights + last)
+    if not w.model.tie_word_embeddings:
+        last = table_bytes(w)
+    highest = max(2 * table_bytes(w), weights + last)
     return {"weights": weights, "one tensor": highest - weights}
 
 
@@ -328,6 +330,7 @@ def _state_bytes(w: Workload, rows: int, taps: int) -> int:
     state = prod(delta.state_shape) * FP32  # of a row
     size = rounded(rows * state) + rounded(rows * value * ring_slots(taps))
     if w.draft_tokens:
+        # Of each token that waits until it is accepted: queries, keys and values, the decay in fp32, the strength.
         inputs = value + delta.value_heads * (FP32 + w.element)
         size += rounded(rows * (1 + w.draft_tokens) * inputs)
     return size
@@ -346,7 +349,8 @@ def _sample(w: Workload, memory: Memory) -> Parts:
     if w.retrieves or w.lanes > 1 or runs_graphs(w, memory):
         cached = w.row_tokens
     masks = tokens_read * cached * w.element + _window_mask_bytes(w, tokens_read, cached)
-    repeated = cached * 2 * query_size(w.model) * w.element  # one row's keys and values, for every query head
+    # A prefill attends row by row: keys and values of one row, for every query head.
+    repeated = cached * 2 * query_size(w.model) * w.element
     reading = {
         "KV cache": kv_bytes(w, rows, cached),
         "prefill": _forward(w, memory, tokens_read) + masks + repeated,
@@ -450,6 +454,7 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     accumulated = b.accumulated
     if w.full_tuning:
         accumulated = rounded(m.vocab_size * m.hidden_size * FP32)  # of the head
+        # Within the backward pass, a layer is updated.
         yield inputs | {"optimizer's tile": TILE8, "gradients": accumulated}
     # At the loss the forward pass of all layers is done, and a chunk's logits exist.
     hidden_numbers = b.loss_tokens * m.hidden_size
