@@ -200,11 +200,11 @@ class Stack:
     @staticmethod
     def of(layers: Sequence[nn.Module]) -> "Stack":
         """Returns the stack of nn.Linear, Nf4Linear or LoraLinear layers; the one that the switch keeps, if any."""
-        first = layers[0]
-        if not isinstance(first, LoraLinear) or first.switch.stacks is None:
+        adapted = next((layer for layer in layers if isinstance(layer, LoraLinear)), None)
+        if adapted is None or adapted.switch.stacks is None:
             return Stack(layers)
-        stacks = first.switch.stacks
-        key = (*layers, first.switch.active, first.training)
+        stacks = adapted.switch.stacks
+        key = (*layers, adapted.switch.active, adapted.training)
         if key not in stacks:
             stacks[key] = Stack(layers)
         return stacks[key]

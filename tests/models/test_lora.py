@@ -175,9 +175,10 @@ def test_what_is_looked_up_once_is_that_of_the_adapter_that_is_on(small_model):
 
 
 @torch.no_grad()
-def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model):
+@pytest.mark.parametrize("targets", [PROJECTIONS, ["v_proj", "up_proj"]])  # the latter are not the first of their stack
+def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model, targets):
     model = small_model().to(torch.bfloat16)
-    add_adapter(model, "a", 4, 8)
+    add_adapter(model, "a", 4, 8, targets=targets)
     shaken(model, "a")
     with use_adapter(model, "a"), torch.autocast("cpu", torch.bfloat16):
         expected = model(IDS)
@@ -185,7 +186,7 @@ def test_an_adapter_that_is_cast_once_gives_the_same_to_the_bit(small_model):
             assert torch.equal(model(IDS), expected)
             stacks = switch_of(model).stacks.values()
             casts = [B.dtype for stack in stacks for A, Bs in stack.casts.values() for B in Bs]
-            assert set(casts) == {torch.bfloat16} and len(casts) == 7 * model.config.num_hidden_layers
+            assert set(casts) == {torch.bfloat16} and len(casts) == len(targets) * model.config.num_hidden_layers
         for parameter in adapter_parameters(model, "a").values():
             parameter.mul_(2)
         assert not torch.equal(model(IDS), expected)  # nothing of it is left
