@@ -7,6 +7,7 @@ right answer's probability. See `rl/algorithms/verifree.py`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -60,7 +61,7 @@ class LikelihoodRound(AnswerRound):
 class LikelihoodSampler(AnswerSampler):
     """Samples the rounds of --algorithm verifree."""
 
-    requirement = "retrieved every gold paragraph and wrote an analysis before its answer"
+    requirement: ClassVar[str] = "retrieved every gold paragraph and wrote an analysis before its answer"
     # Returns the policy's log-probabilities [B, T] of a batch's action tokens.
     policy_logprobs: Callable[[Batch], Tensor] = field(kw_only=True)
 

@@ -209,7 +209,10 @@ class RolloutEngine(Protocol):
         """Samples another continuation for each start: (finished sequence, number of its first steps that are kept)."""
 
     def end_round(self, number: int, retrieve: Retrieve) -> dict[str, float]:
-        """Ends a round, before it is learned from; returns metrics of its sampling."""
+        """Ends a round, before it is learned from; returns metrics of its sampling.
+
+        A remote engine may begin to sample the next round here, with `retrieve`, while this one is learned from.
+        """
 
     def close(self) -> None:
         """Breaks off the requests to other machines that are under way, if any."""
@@ -326,7 +329,7 @@ class RoundSampler:
 
         A new episode begins with the first steps of a wrong one, its origin, and belongs to the same group.
         """
-        varied_groups = groups_with_variance(this_round.signals())
+        varied_groups = groups_with_variance(this_round.signals())  # the other groups are expanded first
         expansions = choose_expansions(this_round.near_misses(), varied_groups)[: self.config.rl.expand_limit]
         starts = []
         seeds = []

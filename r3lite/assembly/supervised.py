@@ -56,6 +56,7 @@ class SFTTrainer:
         self.state = policy.train_state(
             settings=config.optimizer,
             base_model=config.model.model,
+            # `data` and `inputs` are compared when a run is resumed; `facts` go into the results of the run.
             data=fingerprint([*rows, *held_out]),
             inputs=self.ranks.from_first(lambda: fingerprint_of_adapter(config.model)),
             facts={
@@ -91,7 +92,8 @@ class SFTTrainer:
             rank_loss_parts = self.policy.grant.run_within_memory("update", self.add_gradients, rows)
             norm, _ = self.state.update()  # waits for the device, so that `rank_loss_parts` can be read
         loss_parts = sum_by_name(self.ranks.gather(rank_loss_parts))
-        # The parts add up to the mean loss. The numbers of tokens make of each part the mean loss of its source, too.
+        # A part is the summed loss of a source / all loss tokens: the parts add up to the mean loss. `means_by_source`
+        # rescales each part to the mean loss of its source.
         record = means_by_source("loss", loss_parts, count_loss_tokens(rows))
         record["grad_norm"] = norm
         record["epoch"] = ((number - 1) * rows_per_step + len(rows)) / len(self.rows)
@@ -142,7 +144,7 @@ class SFTTrainer:
                 self.last_micro_batch = micro_batch
                 loss = self.loss(micro_batch) / loss_tokens
                 self._backward(loss)
-                source = micro_batch[0].source
+                source = micro_batch[0].source  # of all its rows, see `micro_batches`
                 loss_parts[source] = loss_parts.get(source, 0.0) + loss.detach()
         return {source: part.to("cpu", non_blocking=True) for source, part in loss_parts.items()}
 
@@ -174,7 +176,8 @@ class SFTTrainer:
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
             head_grad_out = None
             if self.policy.full_tuning and torch.is_grad_enabled():
-                # A buffer of zeros [V, C], to which the backward pass adds the head's gradient.
+                # A buffer of zeros [V, C], to which the backward pass adds the head's gradient: autograd itself would
+                # hold several tensors of this size (full_tuning.py).
                 head_grad_out = self.policy.full_tuning.head_gradient()[: self.vocabulary]
             loss, _ = token_loss(
                 hidden,

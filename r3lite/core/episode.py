@@ -238,7 +238,8 @@ class Episode:
     question: Question
     steps: list[Step] = field(default_factory=list)
     # How the episode ended: ANSWERED, CUT_OFF, MALFORMED or SEARCHING. None: it goes on. The layout decides this for
-    # sampled episodes (`Transcript.finish`). A teacher's trace that is scored like an episode has ANSWERED.
+    # sampled episodes (`Transcript.finish`); the server may cut them off. A teacher's trace that is scored like an
+    # episode has ANSWERED.
     finish: str | None = None
     tokens_written: int | None = None  # number of action tokens; None: not known, as for a trajectory
     failure: str | None = None  # why the retriever failed at a query; the episode must not be scored. None: no failure

@@ -181,7 +181,8 @@ def verified(question: Question, steps: Sequence[Step], protocol: Protocol) -> t
     """
     if not protocol.verifies:
         return tuple(steps)
-    # By the index of a gold paragraph: `[2] Silent Harbour shows`, if document 2 is the first that is or contains it.
+    # By the index of a gold paragraph: `[2] Silent Harbour shows`, if `gold_index` takes document 2 for it, and none
+    # before.
     citations: dict[int, str] = {}
     for step in steps:
         for number, document in enumerate(step.documents, 1):
@@ -247,9 +248,9 @@ def compared(question: Question) -> str | None:
     """Returns a sentence that compares the two facts of a comparison; None for other questions.
 
     The facts are the answers of the two hops that no further hop uses. If the question asks whether they are the same,
-    the sentence is `India and Italy are not the same.`, or `They are not the same.` if the facts are sentences. If
-    they are two dates, one of which is earlier, it is `The Prairie King (June 9, 1956) is before Confessions of an
-    Opium Eater (October 26, 1993).`
+    the sentence is `India and Italy are not the same.`, or `They are not the same.` if the facts are sentences. If they
+    are two dates, one of which is earlier, and exactly one of the compared things is the answer, it is `The Prairie
+    King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).`
     """
     hop_count = len(question.hops)
     used_hops: set[int] = set()
@@ -276,6 +277,7 @@ def compared(question: Question) -> str | None:
     earlier, later = sorted(dated_facts, key=lambda fact: fact.date)
     # Equal dates have no order, nor have dates that are equal as far as the less exact one goes: 1956 and June 9, 1956.
     is_decided = earlier.date and later.date[: len(earlier.date)] != earlier.date
+    # `subject` guesses the names. If exactly one of them is the answer, the guess is taken to be right.
     if is_decided and sum(normalize(name) == answer for name in names) == 1:
         return f"{earlier.text} is before {later.text}."
     return None

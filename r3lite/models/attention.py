@@ -105,8 +105,9 @@ class CausalRows:
     ) -> Tensor:
         B, T, _ = inputs.qkv.shape
         if self.plan is None:
+            # Each row is a stretch of its own: it continues no other one.
             self.plan = ChunkPlan(sizes=[T] * B, parents=[None] * B, device=inputs.qkv.device)
-        out, _ = delta_chunks(inputs.flat(), None, heads, self.plan)
+        out, _ = delta_chunks(inputs.flat(), None, heads, self.plan)  # None: all states begin with zeros
         return out.unflatten(0, (B, T))
 
 

@@ -202,7 +202,8 @@ class Layer(nn.Module):
     ) -> Tensor:
         """Returns the layer's output [B, T, C] for x [B, T, C].
 
-        `tile` is explained at MLP. Only models.activation_checkpointing passes one.
+        `tile` is explained at MLP. Only models.activation_checkpointing passes one. It has an effect in passes without
+        gradients, and in the first run of a recomputed layer.
         """
         return self.second_half(self.first_half(x, cos, sin, context=context), tile)
 

@@ -76,6 +76,7 @@ def cast_once(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     try:
         model_stacks = []
         for stack_paths in stacks(paths):
+            # `Stack.of` also keeps the stack in `switch.stacks`.
             model_stacks.append(Stack.of([model.get_submodule(path) for path in stack_paths]))
         _cast_together(model_stacks, dtype)
         yield
@@ -96,7 +97,7 @@ def _cast_together(model_stacks: Sequence[Stack], dtype: torch.dtype) -> None:
         B_casts = stacked([B.shape for B in Bs], dtype, Bs[0].device)
         weights += As + Bs
         casts += A_casts + B_casts
-        joined_A = side_by_side(A_casts)
+        joined_A = side_by_side(A_casts)  # a view of A_casts, which get their values below
         stack.casts[dtype] = (joined_A, B_casts)
     if weights:
         torch._foreach_copy_(casts, [weight.detach() for weight in weights])
@@ -299,6 +300,7 @@ def add_mean(
     rank = sum(config.r for config in configs)
     all_targets = {target for config in configs for target in config.targets}
     targets = tuple(target for target in ADAPTED if target in all_targets)
+    # Any s does, since B is divided by it: here the first member's.
     mean = LoraConfig(r=rank, alpha=configs[0].scale * rank, targets=targets)
     tensors = {}
     for path, linear in _targets(model, targets):

@@ -67,7 +67,7 @@ class Nf4Weight:
 
 @dataclass(frozen=True)
 class Packed:
-    """Counts of what the layers of a model folder in NF4 may have although `quantize` never makes it."""
+    """What a model folder that another program has quantized holds beside `quantize`'s NF4, for the memory plan."""
 
     dense_weights: int = 0  # weights that are not in NF4
     fp32_blocks: int = 0  # blocks whose absmax is in fp32

@@ -126,6 +126,7 @@ class Pack:
         # A convolution never sees farther back than into the nearest ancestor, which has at least GRANULE tokens.
         assert tokens_before <= GRANULE, "a segment that others follow has at least so many tokens"
         segment_values = x.split([segment.size for segment in self.segments], dim=1)
+        # Read only of segments that others follow, which are long enough.
         last_values = [values[:, values.shape[1] - tokens_before :] for values in segment_values]
         outputs = []
         for segment, values in zip(self.segments, segment_values, strict=True):

@@ -100,6 +100,7 @@ class Layout:
         if not self.opening.plain:
             transcript.observe(prompt)
             text = self.protocol.render(first_step, 1)
+            # Without the stop token, which `splice` appends with the documents.
             transcript.observe(self._thoughts.encode_turn(transcript.tokens, text))
         # In a plain chat there is no token yet, so the step's end is -1. Nothing reads this end: only training
         # (rewards, expansions) reads the ends of steps, and training has no baselines.
@@ -152,8 +153,9 @@ class Layout:
     def _close_step(self, transcript: Transcript, step: Step) -> None:
         """Adds the step of a turn that the model ended. If the step searches after --max-hops, forces an answer."""
         searching_steps = [earlier_step for earlier_step in transcript.steps if earlier_step.searches]
-        # --end-at-idle-query ends an episode at a repeated query, even beside new ones. Blank queries need no check: a
-        # step that has no other query has no searches, which ends the episode without the flag, too.
+        # Idle queries are blank or repeated ones. --end-at-idle-query ends an episode at a repeated query, even beside
+        # new ones. Blank queries need no check: a step that has no other query has no searches, which ends the episode
+        # without the flag, too.
         ends_at_repeated_query = self.lengths.end_at_idle_query and base.REPEATED_QUERY in step.faults
         if step.answer is not None:
             step = replace(step, faults=(*step.faults, *self._faults_of_answer(step.answer, transcript)))
@@ -252,8 +254,8 @@ class Layout:
         """Returns the transcript of an episode as if the model had written `steps`, for SFT.
 
         The text of each document is cut to `document_tokens` tokens. The limits of `lengths` are not applied. The
-        question's earlier messages and procedure are left out; if the question has neither, the tokens equal those of a
-        rollout with the same text.
+        tokens equal those of a rollout with the same text. A trajectory's question has no earlier messages and no
+        procedure, so the prompt has none.
         """
         transcript = Transcript(question)
         transcript.observe(self.prompt(question.text))
@@ -300,6 +302,7 @@ class Layout:
         """
         if heading is None:
             heading = self.protocol.answer_prefix(len(transcript.steps) + 1)
+        # `encode_written`: `</think>` becomes the special token, as a model writes it; for `encode` it is plain text.
         closing_text = self._thoughts.closing_text_before_answer(transcript.tokens, request, transcript.turn_start)
         observation = [*request, *self.tokenizer.encode_written(closing_text + heading)]
         if len(transcript.tokens) + len(observation) >= self.lengths.max_length:

@@ -112,7 +112,10 @@ class PassageIndex:
         return products[order], places[order]
 
     def only(self, mask: np.ndarray) -> "PassageIndex":
-        """Returns the index of those passages for which `mask` [N] is true, without copying vectors."""
+        """Returns the index of those passages for which `mask` [N] is true, without copying vectors.
+
+        The index must have been read from a folder: then its documents are `Passages`.
+        """
         return replace(self, documents=self.documents.only(mask), vectors=self.vectors.only(mask))
 
 
@@ -421,8 +424,7 @@ def add(path: Path, opened: PassageIndex, documents: Iterable[Document]) -> tupl
         name = f"added-{_next_edit(folder)}.faiss"
         write_vectors(added, path / name)
         replaced = ("added",)
-    place_count = len(vectors.deleted) + len(opened.documents) + len(new)
-    passages = Passages(path, places=place_count, deleted=vectors.deleted, remedy=folder.remedy)
+    passages = Passages(path, places=vectors.places + len(new), deleted=vectors.deleted, remedy=folder.remedy)
     _publish(folder, replaced, name=name, passages=passages)
     return len(new), count - len(new)
 

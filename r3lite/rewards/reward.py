@@ -119,6 +119,7 @@ def score(
     totals = {name: sum(step_rewards) for name, step_rewards in step_rewards_by_name.items()}
     parts = {name: totals[name] for name in ALWAYS} | totals  # all of `totals`, in another order: ALWAYS first
     answer_reward = None
+    # Of --rewards alone: `pays_answer` is False for the rewards that have flags, also for `outcome`.
     answer_names = [reward.name for reward in rewards if reward.pays_answer]
     if highest_outcome(settings) or answer_names:
         answer_reward = parts["outcome"] + sum(parts[name] for name in answer_names)

@@ -32,9 +32,9 @@ class Rollout:
     token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)
     group: int  # number of the group: the rollouts of one draw of a question
     cut_off: bool = False  # the episode reached a token limit before its answer
-    # The actions were not sampled in this round, and the loss is that of off-policy tokens. The actions of a replayed
-    # episode have the log-probabilities of the policy that sampled them, those of a teacher's trace 0, and those of a
-    # right answer the current policy's. With `teacher`, the loss is `guided_loss`, and this is False.
+    # The actions were not sampled in this round, and the algorithm treats them differently: another loss, or no KL. The
+    # log-probabilities in `record` are, for a replayed episode, those of the policy that sampled it; for a teacher's
+    # trace, 0; for a right answer, the current policy's. With `teacher`, the loss is `guided_loss`, and this is False.
     off_policy: bool = False
     failed: bool = False  # see EpisodeReward.failed
     teacher: TopTokens | None = None  # a teacher's distributions for the N action tokens
@@ -171,7 +171,9 @@ class Batch:
         else:
             blocks = [[row] for row in range(len(self))]
         random.Random(seed).shuffle(blocks)
-        units: list[list[int]] = []  # each is an on-policy row and the off-policy rows after it; no cut divides a unit
+        # A unit is an on-policy row and the off-policy rows after it. No cut divides a unit, so that off-policy rows
+        # do not change the number of optimizer steps, and each step has on-policy rows.
+        units: list[list[int]] = []
         for row in chain.from_iterable(blocks):
             if self.off_policy is not None and self.off_policy[row]:
                 # The row before it is of the same group: algorithms with off-policy rows shuffle `by_group`, and the

@@ -103,8 +103,8 @@ def truncated_kl(teacher: Tensor, logprobs: Tensor) -> Tensor:
 
         sum_j p_j log(p_j / q_j) + p' log(p' / q'),    p the teacher's probabilities, q the policy's
 
-    This is never above the KL over the whole vocabulary, and 0 only if teacher and policy agree on the probability of
-    each of the k tokens.
+    Up to MIN_REMAINDER, this is never above the KL over the whole vocabulary, and 0 only if teacher and policy agree on
+    the probability of each of the k tokens.
     """
     teacher_remainder = _remaining_probability(teacher)
     policy_remainder = _remaining_probability(logprobs)

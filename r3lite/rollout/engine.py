@@ -126,11 +126,14 @@ class Engine:
         progress: str | None = None,
         quiet: bool = False,
     ) -> list[Sequence]:
-        """Samples opened sequences in place until each has ended, and returns them. `quiet`: without a progress bar."""
+        """Samples opened sequences in place until each has ended, and returns them.
+
+        `progress`: the name of a progress bar that stays; None: the bar is erased at the end. `quiet`: no bar.
+        """
         if not sequences:  # a rank has none if there are more ranks than episodes
             return []
         was_training = self.model.training
-        self.model.eval()  # no dropout, so that the trainer computes the same probabilities
+        self.model.eval()  # no dropout while sampling; RL has none in updates either (rl_setup.py)
         bar_style = bars.named(progress, "answering")
         if quiet:
             bar_style = bar_style | {"disable": True}
@@ -238,9 +241,12 @@ class Engine:
 
     def _prefill(self, scheduler: Scheduler) -> None:
         """Runs all tokens of the running rows that are not cached, except the last of each, which `_decode` runs."""
-        scheduler.split()  # sequences that share a row may have got different documents
+        # Sequences that share a row may have got different documents even for equal queries: one retrieval may have
+        # failed, or a web service may have answered differently.
+        scheduler.split()
         cache = scheduler.cache
         limit = self.grant.memory.micro_batch_tokens
+        # All rows: parked ones are not run, but prefixes may be copied from them.
         for additions in prefills(scheduler.rows, scheduler.running_count, cache, limit=limit):
             prefill = Prefill(cache, additions)
             self.model(prefill.tokens, prefill)
@@ -293,7 +299,7 @@ class Engine:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Returns the logits [N, V] after hidden states [N, C]; -infinity for ids that the tokenizer does not have."""
-        logits = linear(hidden, self.model.head_weight)
+        logits = linear(hidden, self.model.head_weight)  # on a CPU faster than `CausalLM.logits`
         logits[:, self.layout.tokenizer.size :] = -math.inf  # padding rows of the embedding are never sampled
         return logits
 

@@ -97,14 +97,20 @@ class Scheduler:
             self.cache.truncate(i, length)
 
     def park(self, sequence: Sequence) -> None:
-        """Parks the row of a running sequence, if all sequences of the row wait for documents."""
+        """Parks the row of a running sequence, if all sequences of the row wait for documents.
+
+        It is called for one sequence of a row after another: the call for the last one parks the row.
+        """
         i = self._row_of(sequence)
         if all(member.pending for member in self.rows[i]):
             self.running_count -= 1
             self._swap(i, self.running_count)
 
     def unpark(self, sequence: Sequence) -> None:
-        """Makes the parked row of a sequence run again, if no sequence of the row waits for documents any more."""
+        """Makes the parked row of a sequence run again, if no sequence of the row waits for documents any more.
+
+        Like `park`, it is called for one sequence after another.
+        """
         i = self._row_of(sequence)
         if not any(member.pending for member in self.rows[i]):
             self._swap(i, self.running_count)

@@ -15,7 +15,7 @@ class Listener:
 
     `on_text` gets the text of a turn piece by piece; the pieces add up to `TurnText.readable`. `on_step` gets the
     sequence whenever a step is complete: when the documents of its queries have been appended, or at the end of a turn
-    without queries. If no document fits, the step is complete after a forced answer.
+    that is not followed by documents. If no document fits, the step is complete after a forced answer.
     """
 
     on_text: Callable[[str], None]

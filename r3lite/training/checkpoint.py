@@ -171,7 +171,7 @@ def _read_state(folder: Path) -> dict:
         raise state.error(f"step is {step}")
     state.text("command")
     state.text("data", blank=True)
-    # Checkpoints of earlier versions lack these two.
+    # Checkpoints of earlier versions lack `base` and `inputs`; then `record` returns an empty one.
     state.text("base", default=None)
     inputs = state.record("inputs")
     for name in inputs.values:
