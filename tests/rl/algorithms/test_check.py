@@ -96,6 +96,8 @@ def test_a_file_counts_as_asked_for(tmp_path):
           for name, cls in ALGORITHMS.items() if cls.has_groups),
         ("--algorithm dgpo", "pass --teacher MODEL, or --teacher-logprobs FOLDER"),
         ("--algorithm dgpo --teacher a --teacher-logprobs b", "dgpo needs one teacher"),
+        ("--algorithm dpo --kl-beta 0", "dpo needs a --kl-beta above 0"),
+        ("--algorithm dpo --kl-estimator k3", "--kl-estimator has no effect with --algorithm dpo"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused_with_the_reason(flags, says):
