@@ -228,7 +228,7 @@ def retrieval_setup(config: PpoConfig, questions: list[Question]) -> Setup:
     searching_questions = [question for question in questions if protocols[question.source].can_search]
     return Setup(
         config.retrieval,
-        searching_questions or questions,
+        searching_questions or questions,  # a retriever is built even if nothing searches, perhaps of their paragraphs
         config.common.seed,
         skip_bad_rows=config.data.skip_bad_rows,
     )

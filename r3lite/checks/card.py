@@ -151,8 +151,9 @@ def beside_tensors(
         sizes["cuBLAS workspace"] = cuda_parts.THREADS * torch.backends.cuda.cublas_workspace_size() / MIB
     if measured.get("graph_pools_mib"):
         sizes["graph pools"] = measured["graph_pools_mib"]
-    # captured=1: pools of graphs are planned, too; any number above 0 that is small gives their least size.
-    planned_parts = cuda_parts.beside_tensors(0, captured=1, card=cuda_parts.beside_of_this_card())
+    # `captured` has the bytes of tensors in CUDA graphs. The tiny model has few: 1 gives the least pool. `tensors`
+    # counts for the fragmentation alone, which is compared below.
+    planned_parts = cuda_parts.beside_tensors(tensors=0, captured=1, card=cuda_parts.beside_of_this_card())
     planned = {part: size / MIB for part, size in planned_parts.items() if part in sizes}
     shares = [f"{part} {size:,.0f} of {planned[part]:,.0f}" for part, size in sizes.items()]
     if "fragmentation" in measured:

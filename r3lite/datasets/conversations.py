@@ -88,8 +88,9 @@ class RowLayout:
     messages: Callable[[Record], list[dict]]
     reads: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
-    # In a layout of traces: the key of the question, which RL asks as it is, and the key of the answer.
-    asks: tuple[str, str] | None = None
+    # In a layout of traces: the key of the question, which RL asks as it is, and the key of the answer. None: the rows
+    # are conversations.
+    question_and_answer: tuple[str, str] | None = None
 
 
 def turn(role: str, content: str) -> dict[str, Any]:
@@ -229,18 +230,18 @@ LAYOUTS = {
     ("sample",): RowLayout(partial(from_glaive, key="sample")),
     ("instruction", "output"): RowLayout(from_alpaca, reads=("input", "history")),
     ("prompt", "completion"): RowLayout(from_completion),
-    ("question", "reasoning", "answer"): RowLayout(from_r1, asks=("question", "answer")),
+    ("question", "reasoning", "answer"): RowLayout(from_r1, question_and_answer=("question", "answer")),
     ("question", "thinking_trajectories", "attempt"): RowLayout(
         from_s1,
         reads=("solution",),
         ignores=("cot", "cot_type", "source_type", "metadata"),
-        asks=("question", "solution"),
+        question_and_answer=("question", "solution"),
     ),
     ("problem", "generations"): RowLayout(
         from_openr1,
         reads=("answer", *OPENR1_VERDICTS),
         ignores=("solution", "problem_type", "question_type", "finish_reasons", "correctness_count", "messages"),
-        asks=("problem", "answer"),
+        question_and_answer=("problem", "answer"),
     ),
 }
 KNOWN_LAYOUTS = "; ".join(", ".join(keys) for keys in LAYOUTS)  # for errors

@@ -203,18 +203,18 @@ def _questions(entry: SourceEntry, data: DataSettings) -> list[Question]:
 def task_from_row(row: Record, kind: str, default_id: str = "") -> Question:
     """Returns the question of a row of type chat, coding, function_calling or r1, with its line breaks.
 
-    A row with `question` and `answer`, or a trace, is asked as it is. In any other conversation, the reply to learn is
-    the last one or, for function_calling, the first one that calls a function. The question is the user message before
-    the reply; `earlier` has the messages before the question. The gold answer is the reply; for r1 it is only the
-    reply's text after the thought. Raises InvalidRecord.
+    A row with `question` and `answer`, or with a question and its reasoning (a trace), is asked as it is. In any other
+    conversation, the reply to learn is the last one or, for function_calling, the first one that calls a function. The
+    question is the user message before the reply; `earlier` has the messages before the question. The gold answer is
+    the reply; for r1 it is only the reply's text after the thought. Raises InvalidRecord.
     """
     id = row.identifier("id", default_id)
     layout = layout_of(row)
-    asks = ("question", *ANSWERS)
+    question_and_answers = ("question", *ANSWERS)  # keys
     if layout:
-        asks = LAYOUTS[layout].asks
-    if asks:
-        question_key, *answer_keys = asks
+        question_and_answers = LAYOUTS[layout].question_and_answer
+    if question_and_answers:
+        question_key, *answer_keys = question_and_answers
         if question_key in row:
             return Question(id, text=row.text(question_key), answers=plain_answers(row, *answer_keys), type=kind)
     if not layout:

@@ -133,7 +133,7 @@ def trace_from_json(row: Record, protocol: Protocol, default_id: str = "") -> Tr
 
 def _trace_layout(row: Record) -> tuple[str, ...]:
     """Returns the keys of the first layout of traces whose thought, under the second key, the row has."""
-    by_thought = {keys[1]: keys for keys, layout in LAYOUTS.items() if layout.asks}
+    by_thought = {keys[1]: keys for keys, layout in LAYOUTS.items() if layout.question_and_answer}
     for key, keys in by_thought.items():
         if key in row:
             return keys

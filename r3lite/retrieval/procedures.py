@@ -68,7 +68,7 @@ class Procedure:
         return Procedure(
             name=record.text("name"),
             description=record.text("description"),
-            priority=record.number("priority", 0.0, 0.0),
+            priority=record.number("priority", default=0.0, low=0.0),
             trigger=record.text("trigger", "", blank=True),
             category=record.text("category", "", blank=True),
             steps=tuple(_step(step) for step in steps),
@@ -144,6 +144,7 @@ class Finder:
         """Returns the cosine of each procedure's description with a text."""
         query = self.encoder.encode_queries([text])[0]
         products = self.vectors @ query
+        # Encoders for the dot product do not normalize their vectors; with others the products are cosines already.
         if self.encoder.settings.get("similarity") != "dot":
             return products
         lengths = np.linalg.norm(self.vectors, axis=1) * np.linalg.norm(query)

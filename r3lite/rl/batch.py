@@ -32,9 +32,10 @@ class Rollout:
     token_rewards: list[tuple[int, float]]  # (index of an action token, its reward)
     group: int  # number of the group: the rollouts of one draw of a question
     cut_off: bool = False  # the episode reached a token limit before its answer
-    # The actions were not sampled in this round, and the algorithm treats them differently: another loss, or no KL. The
-    # log-probabilities in `record` are, for a replayed episode, those of the policy that sampled it; for a teacher's
-    # trace, 0; for a right answer, the current policy's. With `teacher`, the loss is `guided_loss`, and this is False.
+    # False with `teacher`, whose rows have `guided_loss`, whoever wrote their tokens. Else True if the actions were not
+    # sampled in this round: then the algorithm has another loss, or no KL, for them. The log-probabilities in `record`
+    # are, for a replayed episode, those of the policy that sampled it; for a teacher's trace, 0; for a right answer,
+    # the current policy's.
     off_policy: bool = False
     failed: bool = False  # see EpisodeReward.failed
     teacher: TopTokens | None = None  # a teacher's distributions for the N action tokens

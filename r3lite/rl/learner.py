@@ -239,7 +239,7 @@ class Learner:
         token_rows = batch.token_rows()
         row_limit = self.settings.micro_batch_size or len(batch)
         lengths = [len(tokens) for tokens in token_rows]
-        rank_rows = sorted(self.ranks.rows_of_rank(lengths))
+        rank_rows = self.ranks.rows_of_rank(lengths)
         without_teacher = [row for row in rank_rows if batch.teacher[row] is None]
         with_teacher = [row for row in rank_rows if batch.teacher[row] is not None]
         micro_batches = []
@@ -397,6 +397,7 @@ def kl_on_policy(batch: Batch) -> tuple[float, float]:
     (a ratio of sums: Cochran, Sampling Techniques, section 6.4). The tokens of a group are not independent, but the
     groups are, so the error is computed from groups. It is infinite for a single group.
     """
+    # Rows with a teacher were sampled, too: dgpo.py refuses --kl-budget with --teacher-logprobs.
     mask = batch.action_mask
     if batch.off_policy is not None:
         mask = mask & ~batch.off_policy[:, None]

@@ -37,7 +37,7 @@ class Fetcher:
         self.worker.shutdown(cancel_futures=True)
 
     def fetch(self, sequences: list[Sequence]) -> list[Fetched]:
-        """Returns each sequence with the documents of each of its pending queries. Calls each retriever once.
+        """Returns each sequence with the documents of each of its pending queries. Calls each retriever at most once.
 
         A query that fails gets no documents, and the reason is written to its sequence's `failure`.
         """

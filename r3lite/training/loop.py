@@ -80,7 +80,7 @@ def train(
         run.save(state, number)
 
     try:
-        # Ctrl-C stops a step at once, or at its end if the step has changed weights, which `state.precision` knows.
+        # Ctrl-C stops a step at once, or at its end if an update of weights has begun, which `state.precision` knows.
         with Interrupts(state.precision, run.ranks) as interrupts:
             if done < last and state.precision.device.type in REHEARSED:
                 with interrupts.step():
@@ -203,7 +203,7 @@ def _take_step(
 
     A step that ends with KeyboardInterrupt, Terminated or R3LiteError before it changed a weight is undone, and the
     checkpoint of the step before is saved. After any other error, or once a weight has changed, the run can only be
-    continued from an earlier checkpoint.
+    continued from an earlier checkpoint: by --resume, or after NotFinite by the collapse guard, in this process.
     """
     state = trainer.state
     snapshot = state.snapshot()

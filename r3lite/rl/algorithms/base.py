@@ -209,6 +209,11 @@ class Algorithm:
         """
         raise AssertionError("an algorithm with a teacher needs a loss for its distributions")
 
+    def statistics(self, batch: Batch) -> dict[str, float]:
+        """Returns metrics of the whole round, from its batch with advantages."""
+        # TRL's name for the share of the groups whose signals are all equal.
+        return {"frac_reward_zero_std": share_without_variance(batch.signals, batch.groups)}
+
     def adapt_kl(self, kl: float | None) -> dict[str, float]:
         """Adapts beta for the next round by this round's mean KL. Returns this round's beta as a metric.
 
@@ -221,8 +226,3 @@ class Algorithm:
         if not self.kl_multiplier.target:
             return {}
         return {"kl_beta": beta}
-
-    def statistics(self, batch: Batch) -> dict[str, float]:
-        """Returns metrics of the whole round, from its batch with advantages."""
-        # TRL's name for the share of the groups whose signals are all equal.
-        return {"frac_reward_zero_std": share_without_variance(batch.signals, batch.groups)}
