@@ -75,7 +75,7 @@ class Ranks:
         return self.rank == 0
 
     def rows_of_rank(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the sorted indices of the rows that this rank runs the model on; `lengths`: the tokens of the rows."""
+        """Returns the sorted indices of the rows that this rank runs the model on. `lengths`: the tokens of each row."""
         if self.size == 1:
             return list(range(len(lengths)))
         return shares(lengths, self.size)[self.rank]
