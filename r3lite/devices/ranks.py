@@ -75,7 +75,7 @@ class Ranks:
         return self.rank == 0
 
     def rows_of_rank(self, lengths: Sequence[int]) -> list[int]:
-        """Returns the sorted indices of the rows that this rank runs the model on. `lengths`: the tokens of each row."""
+        """Returns the sorted indices of the rows on which this rank runs the model; `lengths`: the tokens of each."""
         if self.size == 1:
             return list(range(len(lengths)))
         return shares(lengths, self.size)[self.rank]
