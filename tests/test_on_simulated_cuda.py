@@ -119,7 +119,7 @@ FEATURES = {
 def in_fp16(patch: pytest.MonkeyPatch) -> None:
     """The loss is scaled by SCALE at first; the card is timed with small products, as large ones take a CPU minutes."""
     patch.setattr(torch.amp, "GradScaler", functools.partial(torch.amp.GradScaler, init_scale=SCALE))
-    patch.setattr(speed, "COMPARED_EDGE_ON_CUDA", 64)
+    patch.setattr(speed, "FP16_EDGE", 64)
 
 
 @pytest.fixture(scope="module")

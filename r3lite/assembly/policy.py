@@ -25,7 +25,7 @@ from r3lite.datasets.sources import has_steps
 from r3lite.devices.live_tensors import MIB
 from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.devices.ranks import ALONE, Ranks
-from r3lite.devices.speed import warn_of_slow_dtype
+from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.memory.layer_tensors import projection_names
 from r3lite.memory.plan import Plan, announce, enforce
 from r3lite.memory.shrinking import ShrinkingGrant, plan_of
@@ -150,7 +150,7 @@ def load_policy(
     if ranks.first:
         announce(plan)
     enforce(plan, device)
-    warn_of_slow_dtype(precision)
+    warn_of_slow_fp16(precision)
     nf4_cache = None
     if ranks.first:  # other ranks neither read nor write the cache
         nf4_cache = memory.nf4_cache

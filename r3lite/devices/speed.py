@@ -13,15 +13,13 @@ import torch
 
 from r3lite.devices.cards import DTYPES, MEASURED, Speeds, device_name
 from r3lite.devices.precision import DTYPES as TORCH_DTYPES
-from r3lite.devices.precision import Precision, dtype_name
+from r3lite.devices.precision import Precision
 
 READ_BYTES = 1 << 27  # more than the cache of a laptop's processor or card holds
 WIDTH = 896  # columns of the weights that are read, as in Qwen2.5-0.5B
 LAUNCHES = 200  # kernels in one measurement of their cost
 ENOUGH = 0.02  # seconds of a measurement; products are made larger until one takes so long
-# Edges of the products that compare a 16-bit dtype with fp32.
-COMPARED_EDGE = 512
-COMPARED_EDGE_ON_CUDA = 2048
+FP16_EDGE = 2048  # edge of the products that compare fp16 with fp32
 # Edge of the largest product that is measured.
 LARGEST_EDGE = 2048
 LARGEST_EDGE_ON_CUDA = 8192
@@ -106,30 +104,17 @@ def _product_seconds(
     return seconds(lambda: product(a, b), device, repeats)
 
 
-def warn_of_slow_dtype(precision: Precision) -> None:
-    """Warns if a device multiplies the 16-bit dtype of a run more slowly than fp32.
-
-    GTX 16xx cards have been reported to do so with fp16. An Intel Xeon with AVX512-BF16 but without AMX did so with
-    bf16, at half the speed of fp32.
-    """
+def warn_of_slow_fp16(precision: Precision) -> None:
+    """Warns if a CUDA card multiplies fp16 more slowly than fp32, as GTX 16xx cards have been reported to do."""
     device = precision.device
-    name = dtype_name(precision.dtype)
-    if precision.dtype == torch.float32 or device.type not in ("cpu", "cuda"):
+    if device.type != "cuda" or precision.dtype != torch.float16:
         return
-    speedup = _speed_over_fp32(device, precision.dtype)
-    if speedup < 1:
-        kind = "GPU" if device.type == "cuda" else "CPU"
-        cause = f"this {kind} multiplies {name} at {speedup:.2f} times the speed of fp32"
-        remedy = f"{name} halves the memory; if the run fits in memory, training with --dtype fp32 is faster."
-        print(f"warning: {cause}. {remedy}", file=sys.stderr)
-
-
-@functools.cache
-def _speed_over_fp32(device: torch.device, dtype: torch.dtype) -> float:
-    """Returns the speed of products in a dtype, divided by that of products in fp32; measured once in each process."""
-    edge = COMPARED_EDGE_ON_CUDA if device.type == "cuda" else COMPARED_EDGE
-    dtype_seconds = _product_seconds(device, dtype, torch.matmul, edge=edge)
-    return _product_seconds(device, torch.float32, torch.matmul, edge=edge) / dtype_seconds
+    fp16_seconds = _product_seconds(device, torch.float16, torch.matmul, edge=FP16_EDGE)
+    fp32_seconds = _product_seconds(device, torch.float32, torch.matmul, edge=FP16_EDGE)
+    if fp16_seconds > fp32_seconds:
+        speedup = fp32_seconds / fp16_seconds
+        cause = f"this GPU multiplies fp16 at {speedup:.2f} times the speed of fp32. fp16 halves the memory"
+        print(f"warning: {cause}; if the run fits in memory, --dtype fp32 is faster.", file=sys.stderr)
 
 
 def launch_seconds(device: torch.device) -> float:

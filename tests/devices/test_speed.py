@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 from r3lite.devices import cards, speed
-from r3lite.devices.precision import Precision
 
 CPU = torch.device("cpu")
 
@@ -108,22 +107,3 @@ def test_a_measurement_that_fails_is_a_line_and_no_failure(forgotten, monkeypatc
     told = capsys.readouterr().err
     assert told.startswith("warning: cannot measure the speed of this device: OutOfMemoryError('CUDA out of memory.")
     assert told.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("dtype", "seconds", "warning"),
-    [
-        (torch.bfloat16, 2.0, "this CPU multiplies bf16 at 0.50 times the speed of fp32"),
-        (torch.float16, 4.0, "this CPU multiplies fp16 at 0.25 times the speed of fp32"),
-        (torch.bfloat16, 0.5, None),
-        (torch.float32, 1.0, None),
-    ],
-)
-def test_a_dtype_that_the_device_is_slow_in_is_told(monkeypatch, capsys, dtype, seconds, warning):
-    seconds_of = {torch.float32: 1.0, dtype: seconds}
-    monkeypatch.setattr(speed, "_product_seconds", lambda device, of, product, edge: seconds_of[of])
-    speed._speed_over_fp32.cache_clear()
-    speed.warn_of_slow_dtype(Precision(dtype, torch.device("cpu")))
-    speed._speed_over_fp32.cache_clear()
-    error = capsys.readouterr().err
-    assert (warning in error and "--dtype fp32" in error) if warning else not error
