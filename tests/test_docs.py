@@ -143,6 +143,9 @@ def test_every_algorithm_has_its_row_and_its_settings_are_those_of_the_code():
             defaults[name] = dict(re.findall(r"`(\w+)` ([\w.]+)", values))
     papers = {name: {setting: str(value) for setting, value in paper.items()} for name, paper in PAPERS.items()}
     assert defaults == papers
+    ppo = flat(resolve("ppo", PpoConfig(), ["--algorithm", "ppo"]))
+    assert "`clip_low` and `clip_high` are 0.2, `kl_beta` is 0.001" in text
+    assert (ppo["clip_low"], ppo["clip_high"], ppo["kl_beta"], ppo["kl_estimator"]) == (0.2, 0.2, 0.001, None)
     for name, values in defaults.items():
         config = flat(resolve("ppo", PpoConfig(), ["--algorithm", name]))
         assert {setting: str(config[setting]) for setting in values} == values

@@ -25,7 +25,7 @@ VARIANTS = {
     "exgrpo": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05",
     "hybrid": "--outcome-em 0 --outcome-f1 1 --replay-start 0 --replay-min-outcome 0.05 --trace-min-outcome 1",
     "dgpo": "--teacher tiny --nf4-cache none --kl-beta 0.05 --expand-limit 3",
-    "dpo": "--kl-beta 0.05 --kl-target 0.01 --likelihood-weight 0.5 --update-epochs 2",
+    "dpo": "--kl-beta 0.05 --likelihood-weight 0.5 --update-epochs 2 --mini-batch-size 3",
     "verifree": "--length-constant 32",
 }
 

@@ -38,7 +38,7 @@ ALGORITHM_FLAGS = {
     "exgrpo": f"{REPLAY_FLAGS} --max-steps 3 --limit 2",
     "hybrid": f"{REPLAY_FLAGS} --trace-min-outcome 1 --max-steps 3 --limit 2",
     "dgpo": "--teacher tiny --nf4-cache none --kl-beta 0.05 --expand-limit 3",
-    "dpo": "--kl-beta 0.05 --kl-target 0.01 --refill-limit 2 --expand-limit 3",
+    "dpo": "--kl-budget 0.01 --refill-limit 2 --expand-limit 3",
     "verifree": "--kl-budget 0.01",
 }
 # Algorithm -> the flag that passes it a file of trajectories.

@@ -130,9 +130,9 @@ def allocated(w: Workload, memory: Memory) -> int:
 def _load(w: Workload, memory: Memory) -> Parts:
     """Returns the peak of loading.
 
-    On a CPU a tensor is in memory twice while it is copied from the mapped file. The peak is at one of two moments:
-    when the embedding is copied, which is read first, or when the last tensor is. That is an untied head; if there is
-    none, the largest linear layer, as if it were the last.
+    On a CPU a tensor is in memory twice while it is copied from the mapped file. The peak is at one of these moments:
+    when the embedding is copied, which is read first, or when the largest linear layer is, as if it were the last of
+    all, or an untied head, which is the last.
     """
     largest_linear = 0
     for taps in layers_by_taps(w.model):
@@ -142,7 +142,7 @@ def _load(w: Workload, memory: Memory) -> Parts:
     if w.on_cuda:  # the mapped file is in the host's memory
         return {"weights": weights, "one tensor": last if memory.nf4 else 0}
     if not w.model.tie_word_embeddings:
-        last = table_bytes(w)
+        last = max(table_bytes(w), last - table_bytes(w))  # the head is not there yet when the linear layers are read
     highest = max(2 * table_bytes(w), weights + last)
     return {"weights": weights, "one tensor": highest - weights}
 

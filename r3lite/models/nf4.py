@@ -67,7 +67,7 @@ class Nf4Weight:
 
 @dataclass(frozen=True)
 class Packed:
-    """What a model folder that another program has quantized holds beside `quantize`'s NF4, for the memory plan."""
+    """For the memory plan: counts of what a folder in NF4 has but `quantize` never makes; 0 in our own folders."""
 
     dense_weights: int = 0  # weights that are not in NF4
     fp32_blocks: int = 0  # blocks whose absmax is in fp32

@@ -115,10 +115,13 @@ def share_without_variance(numbers: Tensor, groups: Tensor) -> float:
 
 
 def all_equal(numbers: Tensor) -> bool:
-    """Returns whether numbers are equal up to the rounding of fp32 sums, which depends on the order of the addends.
+    """Returns whether numbers are equal up to the rounding of fp32 sums, which depends on the order of the addends."""
+    return bool(numbers.max() - numbers.min() < rounding(numbers))
 
-    The tolerance is 1e-6 times the largest magnitude, but at least 1e-6: a sum near 0 may have addends near 1.
+
+def rounding(numbers: Tensor) -> float:
+    """Returns the least difference of numbers that is more than the rounding of fp32 sums.
+
+    It is 1e-6 times the largest magnitude, but at least 1e-6: a sum near 0 may have addends near 1.
     """
-    spread = numbers.max() - numbers.min()
-    magnitude = max(1.0, numbers.abs().max().item())
-    return bool(spread < 1e-6 * magnitude)
+    return 1e-6 * max(1.0, numbers.abs().max().item())

@@ -14,8 +14,8 @@ class Listener:
     """Two callbacks for one episode. The engine calls them on its own thread; an error that one raises ends the run.
 
     `on_text` gets the text of a turn piece by piece; the pieces add up to `TurnText.readable`. `on_step` gets the
-    sequence whenever a step is complete: when the documents of its queries have been appended, or at the end of a turn
-    that is not followed by documents. If no document fits, the step is complete after a forced answer.
+    sequence whenever a step is complete: when the documents of its queries have been appended, or at the end of its
+    turn if neither documents nor a forced answer follow. A forced answer completes the step that it belongs to.
     """
 
     on_text: Callable[[str], None]

@@ -32,7 +32,7 @@ PAPERS = {
     },
     "reinforce++-baseline": {"kl_estimator": "k2"},
     "dgpo": {"kl_beta": 0.0},
-    "dpo": {"kl_beta": 0.1},
+    "dpo": {"kl_beta": 0.1, "mini_batch_size": 4096},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "kl_beta": 0.0, "old_logprobs": "trainer"},
     "luffy": {"kl_beta": 0.05},
     "exgrpo": {"kl_beta": 0.05},
@@ -91,7 +91,7 @@ class RLSettings(Section):
     """weight of the KL divergence. It is measured from the reference adapter. With dpo it is the beta of the loss"""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """KL estimator, with d = log pi - log reference; k1: d; k2: d^2 / 2; k3: exp(-d) + d - 1; default: k1 if the KL is
-    subtracted from the reward (ppo, rloo, reinforce++), k3 if it is added to the loss (the others)"""
+    subtracted from the reward (ppo, rloo, reinforce++), k3 if it is added to the loss (the others; dpo has neither)"""
     kl_target: Positive | None = None
     """target KL divergence, in nats per token; --kl-beta is adapted each round to reach it (arXiv 1909.08593)"""
     kl_budget: Positive | None = None

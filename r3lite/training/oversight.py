@@ -68,7 +68,7 @@ class Oversight:
         spans: Spans = NO_SPANS,
         penalizes_kl: bool = False,
     ):
-        """`total` is the number of steps of the run. `penalizes_kl` is True if --kl-beta is above 0.
+        """`total` is the number of steps of the run. `penalizes_kl`: whether --kl-beta is the weight of a KL.
 
         A rollback lowers the learning rate, and raises the weight of the KL penalty if there is one.
         """

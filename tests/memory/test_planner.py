@@ -169,15 +169,23 @@ def test_what_a_folder_in_nf4_takes_is_planned_without_a_flag(folder, small_mode
     assert (w.packed.dense_weights, w.packed.fp32_blocks > 0) == (4 * 256 * 1024 * (kind == "mixed"), kind != "own")
 
 
-@pytest.mark.parametrize("quantize", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-def test_loading_takes_what_was_planned(small_model, write_folder, tmp_path, tied, quantize):
+@pytest.mark.parametrize(
+    ("tied", "vocabulary", "inner", "quantize"),
+    [
+        (True, 60_000, 128, False),
+        (True, 60_000, 128, True),
+        (False, 60_000, 128, False),
+        (False, 60_000, 128, True),
+        (False, 300, 8192, False),
+    ],
+)
+def test_loading_takes_what_was_planned(small_model, write_folder, tmp_path, tied, vocabulary, inner, quantize):
     """An untied head, which is read last, was planned as if it were never in memory twice."""
-    changes = {"vocab_size": 60_000, "intermediate_size": 128, "tie_word_embeddings": tied}
+    changes = {"vocab_size": vocabulary, "intermediate_size": inner, "tie_word_embeddings": tied}
     base = write_folder(small_model(**changes), tmp_path / "base", tie_word_embeddings=tied)
     with LiveTensors() as tensors:
         model = load_model(base, torch.float32, "cpu", quantize=quantize)
-    w = Workload(model.config, 60_000, element=4, row_tokens=2)
+    w = Workload(model.config, vocabulary, element=4, row_tokens=2)
     loading = planner.phases(w, Memory(nf4=quantize))["load"]
     assert sum(loading.values()) == pytest.approx(tensors.peak, rel=0.01)
 

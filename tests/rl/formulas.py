@@ -247,7 +247,7 @@ def dgpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
 
 def dpo_gradient(s: RLSettings, plain: Plain, batch) -> list[Tensor]:
     """arXiv 2305.18290, eq. 7, on every pair of a group; plus the negative log-likelihood of 2404.19733, in the mean
-    over the tokens of the preferred episode. The mean over the pairs of a group, then over the groups that have one."""
+    over the tokens of the preferred episode. The mean over the pairs of a group, then over the groups."""
     paid = batch.rewards.double().sum(-1)
     group_losses = []
     for group in batch.groups.unique():
@@ -260,7 +260,7 @@ def dpo_gradient(s: RLSettings, plain: Plain, batch) -> list[Tensor]:
             losses.append(-torch.nn.functional.logsigmoid(h) - s.likelihood_weight * better.mean())
         if losses:
             group_losses.append(sum(losses) / len(losses))
-    return list(torch.autograd.grad(sum(group_losses) / len(group_losses), plain.parameters))
+    return list(torch.autograd.grad(sum(group_losses) / len(batch.groups.unique()), plain.parameters))
 
 
 def verifree_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:

@@ -71,7 +71,7 @@ class Algorithm:
     learns_right_answers: ClassVar[bool] = False  # also learns right answers, each with its probability as reward
     # A staticmethod (returns [B], groups [B]) -> advantages [B]. Needed by `with_advantages`; see rl/advantages.py.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
-    kl_in: ClassVar[Literal["reward", "loss", "pairs"]] = "loss"  # "pairs": in the margins of pairs, see dpo.py
+    kl_in: ClassVar[Literal["reward", "loss", "pairs"]] = "loss"  # "pairs": see dpo.py, which has no KL
     # Names of the settings that this algorithm uses and at least one other ignores.
     own_settings: ClassVar[frozenset[str]] = frozenset()
 

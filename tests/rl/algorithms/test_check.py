@@ -97,7 +97,8 @@ def test_a_file_counts_as_asked_for(tmp_path):
         ("--algorithm dgpo", "pass --teacher MODEL, or --teacher-logprobs FOLDER"),
         ("--algorithm dgpo --teacher a --teacher-logprobs b", "dgpo needs one teacher"),
         ("--algorithm dpo --kl-beta 0", "dpo needs a --kl-beta above 0"),
-        ("--algorithm dpo --kl-estimator k3", "--kl-estimator has no effect with --algorithm dpo"),
+        ("--algorithm dpo --kl-estimator k3", "--kl-estimator has no use with --algorithm dpo"),
+        ("--algorithm dpo --kl-target 0.1", "--kl-target has no use with --algorithm dpo"),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused_with_the_reason(flags, says):

@@ -207,3 +207,22 @@ def test_rloo_is_dr_grpo_up_to_a_constant(sampled, gradients):
     (rloo,), _ = gradients(batch, "rloo", kl_beta=0.0)
     (dr_grpo,), _ = gradients(batch, "dr-grpo", length_constant=8, kl_beta=0.0)
     assert torch.allclose(rloo, 16 * dr_grpo, rtol=1e-4, atol=1e-5) and rloo.norm() > 0
+
+
+def test_rounding_is_no_preference():
+    """The sums of six equal rewards, given over one to six steps, were pairs of dpo."""
+    rollouts = []
+    for steps in range(1, 7):
+        record = TokenRecord(tokens=[0] * (steps + 1), action_mask=[False] + [True] * steps, logprobs=[-1.0] * steps)
+        rewards = [(t, 0.1 / steps) for t in range(1, steps + 1)] + [(steps, 8.0)]
+        rollouts.append(Rollout(record, rewards, 0))
+    batch = Batch.of(rollouts)
+    batch = replace(batch, reference=batch.logprobs)
+    assert batch.rewards.sum(-1).unique().numel() > 1
+    dpo = ALGORITHMS["dpo"](paper("dpo"), LengthSettings())
+    assert not dpo.with_advantages(batch).advantages.any()
+    better = replace(batch, rewards=batch.rewards.clone())
+    better.rewards[5, 6] += 0.5
+    advantages = dpo.with_advantages(better).advantages
+    assert advantages[5, 6] == pytest.approx(0.1 * 0.5 + 0.2 / 6)  # beta / 2, and the likelihood of its six tokens
+    assert advantages[:5].sum(-1).tolist() == pytest.approx([-0.1 * 0.5 / 5 * steps for steps in range(1, 6)])
