@@ -211,8 +211,8 @@ def test_flags_of_the_other_algorithm_are_refused(capsys):
     assert "--num-generations" in capsys.readouterr().err
     assert plan.main(["--algorithm", "grpo", "--gradient-accumulation", "4"]) == 2
     assert "--gradient-accumulation" in capsys.readouterr().err
-    assert plan.main(["--algorithm", "dpo"]) == 2
-    assert "dpo" in capsys.readouterr().err
+    assert plan.main(["--algorithm", "kto"]) == 2
+    assert "kto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,8 @@ def test_rounding_is_no_preference():
     """The sums of six equal rewards, given over one to six steps, were pairs of dpo."""
     rollouts = []
     for steps in range(1, 7):
-        record = TokenRecord(tokens=[0] * (steps + 1), action_mask=[False] + [True] * steps, logprobs=[-1.0] * steps)
+        mask = [False] + [True] * steps
+        record = TokenRecord(tokens=[0] * len(mask), action_mask=mask, logprobs=[-1.0] * steps, values=[0.0] * steps)
         rewards = [(t, 0.1 / steps) for t in range(1, steps + 1)] + [(steps, 8.0)]
         rollouts.append(Rollout(record, rewards, 0))
     batch = Batch.of(rollouts)
