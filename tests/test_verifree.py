@@ -1,7 +1,6 @@
 """`ppo --algorithm verifree` on the tiny checkpoint: rewards are likelihoods, and what is learned from them."""
 
 import json
-import statistics
 from dataclasses import dataclass
 
 import pytest
@@ -142,8 +141,7 @@ def test_right_answers_become_more_likely(cold, tmp_path):
     flags += ["--learning-rate", "2e-3", "--warmup", "0", "--dtype", "fp32", "--max-new-tokens", "64"]
     assert ppo.main([*flags, "--output", str(tmp_path / "run")]) == 0
     rewards = [record["reward"] for record in logged(tmp_path / "run", "metrics.jsonl")]
-    # Means, because a round has 16 ends: the last of twelve rounds had between 0.87 and 1.
-    assert rewards[0] < 0.8 and statistics.fmean(rewards[-4:]) > statistics.fmean(rewards[:2]) + 0.15
+    assert rewards[0] < 0.8 and min(rewards[-3:]) > rewards[0] + 0.15
 
 
 def test_contexts_are_those_of_the_demonstrations(trial, cold):
