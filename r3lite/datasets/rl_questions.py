@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from r3lite.core.answer_match import question_key
+from r3lite.core.answer_match import exact_match, question_key
 from r3lite.core.episode import ANSWERED, Episode, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.datasets.sources import protocols_of, read_questions_of
@@ -47,8 +47,9 @@ def read_rl_questions(config: PpoConfig) -> tuple[list[Question], Demonstrations
 def read_demonstrations(config: PpoConfig, questions: Sequence[Question]) -> Demonstrations:
     """Returns the demonstrations in the files of --contexts by the id of their question.
 
-    A demonstration belongs to every question that has the same text and has gold paragraphs, all of which are among the
-    demonstration's documents. Raises R3LiteError if a file has conversations.
+    A demonstration belongs to every question with the same text whose gold paragraphs are all among its documents, and
+    whose answers have its answer: a question may be asked of several versions of its paragraphs. Raises R3LiteError if
+    a file has conversations.
     """
     protocol = protocols_of(config.protocol, config.mixture)[""]  # of --format: with --contexts no source has another
     by_key: dict[str, list[Question]] = {}
@@ -64,7 +65,8 @@ def read_demonstrations(config: PpoConfig, questions: Sequence[Question]) -> Dem
                     code="contexts-conversations",
                 )
             for question in by_key.get(question_key(row.question), ()):
-                if Episode(question, list(row.steps), ANSWERED).recall == 1.0:
+                episode = Episode(question, list(row.steps), ANSWERED)
+                if episode.recall == 1.0 and exact_match(episode.prediction, question.answers):
                     demonstrations.setdefault(question.id, []).append(row)
     return demonstrations
 

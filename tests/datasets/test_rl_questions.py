@@ -61,7 +61,8 @@ def test_questions_are_those_with_a_demonstration_that_has_every_gold_paragraph(
     questions = [row("Where is Rome?", "Tiber"), row("What is Rome?", "a city"), row("Who?", "Ann")]
     demonstrations = [
         demonstration("where is Rome", "Tiber", MILAN),
-        demonstration("where is Rome", "Tiber"),  # asks the same as the first question
+        demonstration("where is Rome", "the Po"),  # a wrong answer to the first question, of other paragraphs
+        demonstration("where is Rome", "The Tiber"),  # asks the same as the first question
         demonstration("What is Rome?", "a city", MILAN),
         demonstration("Which river?", "Tiber"),  # of no question
     ]
@@ -70,7 +71,8 @@ def test_questions_are_those_with_a_demonstration_that_has_every_gold_paragraph(
     assert [question.text for question in chosen] == ["Where is Rome?"]
     ((id, of_question),) = read_demonstrations(config, chosen).items()
     assert id == chosen[0].id
-    assert [steps.steps[0].searches[0].documents[0].title for steps in of_question] == ["Rome"]
+    assert [trajectory.steps[-1].answer for trajectory in of_question] == ["The Tiber"]
+    assert [trajectory.steps[0].searches[0].documents[0].title for trajectory in of_question] == ["Rome"]
 
 
 def test_yes_and_no_are_balanced_among_the_demonstrated_questions(tmp_path):
