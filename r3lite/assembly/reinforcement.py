@@ -133,7 +133,7 @@ def train(config: PpoConfig, ranks: Ranks) -> None:
             total=trainer.total,
             validation=validation,
             spans=trainer.spans,
-            penalizes_kl=config.rl.kl_beta > 0 and trainer.learner.algorithm.kl_in != "pairs",
+            penalizes_kl=config.rl.kl_beta > 0 and trainer.learner.algorithm.kl_in is not None,
         )
         with closing(trainer.round_sampler.engine):
             completed = loop.train(run, trainer, oversight=oversight, spans=trainer.spans)

@@ -168,7 +168,7 @@ class Batch:
         but never separates an off-policy row from the row before it.
         """
         if by_group:
-            blocks = [self._rows_of_group(group) for group in self.groups.unique()]
+            blocks = [self.rows_of_group(group).tolist() for group in self.groups.unique()]
         else:
             blocks = [[row] for row in range(len(self))]
         random.Random(seed).shuffle(blocks)
@@ -186,8 +186,9 @@ class Batch:
         bounds = [len(units) * i // count for i in range(count + 1)]  # indices in `units`
         return [list(chain.from_iterable(units[start:end])) for start, end in pairwise(bounds)]
 
-    def _rows_of_group(self, group: Tensor) -> list[int]:
-        return torch.nonzero(self.groups == group)[:, 0].tolist()
+    def rows_of_group(self, group: Tensor) -> Tensor:
+        """Returns the indices [N] of the rows of a group, in their order."""
+        return torch.nonzero(self.groups == group)[:, 0]
 
     def spread(self, x: Tensor) -> Tensor:
         """Returns numbers x [N] of the action tokens, in row-major order, as a tensor [B, T] with 0 elsewhere."""

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from r3lite.core.config import UsageError
+from r3lite.core.config import UsageError, flag
 from r3lite.core.records import Record, Source
 from r3lite.rl import losses
 from r3lite.rl.advantages import share_without_variance
@@ -71,7 +71,7 @@ class Algorithm:
     learns_right_answers: ClassVar[bool] = False  # also learns right answers, each with its probability as reward
     # A staticmethod (returns [B], groups [B]) -> advantages [B]. Needed by `with_advantages`; see rl/advantages.py.
     group_advantages: ClassVar[Callable[[Tensor, Tensor], Tensor]]
-    kl_in: ClassVar[Literal["reward", "loss", "pairs"]] = "loss"  # "pairs": see dpo.py, which has no KL
+    kl_in: ClassVar[Literal["reward", "loss"] | None] = "loss"  # None: the algorithm penalizes no KL
     # Names of the settings that this algorithm uses and at least one other ignores.
     own_settings: ClassVar[frozenset[str]] = frozenset()
 
@@ -86,6 +86,11 @@ class Algorithm:
         if self.has_groups and settings.num_generations == 1:
             cause = f"--num-generations is 1, but {name.upper()} compares episodes of a question"
             raise UsageError(f"{cause}: pass 2 or more", code="group-of-one")
+        if self.kl_in is None:
+            for setting in ("kl_estimator", "kl_target"):
+                if getattr(settings, setting):
+                    cause = f"{flag(setting)} has no use with --algorithm {name}, which penalizes no KL"
+                    raise UsageError(f"{cause}: remove it, or pass --kl-budget", code="kl-setting-without-penalty")
         if settings.kl_target and not settings.kl_beta:
             raise UsageError("--kl-target needs a --kl-beta above 0, which it adapts", code="kl-target-without-beta")
         if settings.kl_target and settings.kl_budget:

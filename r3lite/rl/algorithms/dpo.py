@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from r3lite.core.config import UsageError, flag
+from r3lite.core.config import UsageError
 from r3lite.rl.advantages import rounding
 from r3lite.rl.algorithms.base import Algorithm
 from r3lite.rl.batch import Batch
@@ -40,17 +40,13 @@ class Pairs:
 
 class Dpo(Algorithm):
     has_groups = True
-    kl_in = "pairs"
+    kl_in = None
     own_settings = frozenset({"likelihood_weight", "refill_limit", "expand_limit"})
 
     def __init__(self, settings: RLSettings, lengths: LengthSettings):
         super().__init__(settings, lengths)
         if not settings.kl_beta:
             raise UsageError("dpo needs a --kl-beta above 0: it is the beta of its loss", code="dpo-without-beta")
-        for name in ("kl_estimator", "kl_target"):
-            if getattr(settings, name):
-                problem = f"{flag(name)} has no use with --algorithm dpo, whose loss has no KL"
-                raise UsageError(f"{problem}: remove it, or pass --kl-budget", code="dpo-with-kl-setting")
 
     def with_advantages(self, batch: Batch) -> Batch:
         pairs = self._pairs(batch)
@@ -80,7 +76,7 @@ class Dpo(Algorithm):
         rejected = []
         weights = []
         for group in batch.groups.unique():
-            rows = torch.nonzero(batch.groups == group)[:, 0]
+            rows = batch.rows_of_group(group)
             differences = returns[rows][:, None] - returns[rows]  # of the row's return from the column's
             better, worse = torch.nonzero(differences > rounding(returns[rows]), as_tuple=True)
             preferred.append(rows[better])
