@@ -10,6 +10,7 @@ import torch
 from r3lite.core.errors import NotFinite, R3LiteError
 from r3lite.core.grant import Grant, Memory, P, Phase, T
 from r3lite.core.records import Record, Source
+from r3lite.devices.heap import trim_heap
 from r3lite.devices.random_state import random_state, set_random_state
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import Plan
@@ -36,6 +37,7 @@ class ShrinkingGrant(Grant):
         self.plan = plan
         self.optimizer = optimizer
         self.ranks = ranks
+        self.last_phase: Phase | None = None
 
     def run_within_memory(self, phase: Phase, work: Callable[P, T], *args: P.args) -> T:
         """Returns the result of `work(*args)`; if memory runs out, the work is repeated with smaller figures.
@@ -44,6 +46,9 @@ class ShrinkingGrant(Grant):
         made smaller. Every rank must call this, with work in which no rank waits for another. If one rank raises
         NotFinite, all ranks raise it.
         """
+        if self.last_phase not in (None, phase):  # what the other phase held in the heap is not for this one
+            trim_heap()
+        self.last_phase = phase
         start = random_state()
         while True:
             result = None

@@ -225,6 +225,16 @@ def test_a_grant_that_does_not_shrink_rehearses_too_and_says_that_it_has_no_plan
     assert plan_of(ShrinkingGrant(plan, Mock())) is plan
 
 
+def test_the_heap_is_trimmed_when_another_phase_begins(monkeypatch):
+    """On a CPU the free pages of updates stood beside the KV cache of the next round, as much as either again."""
+    trimmed = []
+    grant = ShrinkingGrant(Mock(memory=Memory()), Mock())
+    monkeypatch.setattr("r3lite.memory.shrinking.trim_heap", lambda: trimmed.append(grant.last_phase))
+    for phase in ("sample", "update", "update", "sample"):
+        grant.run_within_memory(phase, lambda: None)
+    assert trimmed == ["sample", "update"]
+
+
 def test_what_the_user_fixed_stays(toy, tmp_path, monkeypatch, capsys):
     failing(monkeypatch, supervised.SFTTrainer, "loss", {1})
     assert run_sft(toy, tmp_path / "run", *FIXED[:4], "--micro-batch-tokens", "2000") == 0
