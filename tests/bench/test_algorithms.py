@@ -33,6 +33,16 @@ def test_gains_are_paired_over_the_questions_of_all_seeds():
     assert "+0.500 (" in row and "+0.125 (" in row
 
 
+def test_a_gain_over_sft_is_over_the_sft_of_the_run_itself():
+    """A run on another processor begins from other weights: its SFT took the place of that of all runs of the seed."""
+    later_run = a_run("dpo", 0, MOST)
+    later_run["sft"] = a_run("any", 0, HALF)["rl"]
+    page = algorithms_page.page([a_run("ppo", 0, HALF), later_run])
+    sft, ppo, dpo = [line for line in page.splitlines() if line.startswith("|")][2:5]
+    assert "| SFT only | 0.000 |" in sft
+    assert "+0.500 (" in ppo and dpo.count("+0.250 (") == 3  # over SFT, EM over PPO and F1 over PPO
+
+
 def test_seeds_that_answer_alike_do_not_narrow_the_interval():
     """The same 100 answers three times are 100 questions, not 300: resampled apart, they seemed to know more."""
     once, thrice = (
