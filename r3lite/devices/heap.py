@@ -1,11 +1,11 @@
-"""Gives memory that the C library holds back to the system."""
+"""Returns memory that the C library keeps, but does not use, to the system."""
 
 import ctypes
 import sys
 
 
 def trim_heap() -> None:
-    """Gives the free pages of the heap back to the system, if the C library is glibc; else does nothing.
+    """Returns the free pages of the heap to the system, if the C library is glibc; else does nothing.
 
     glibc keeps the pages of freed blocks of up to 32 MiB for later blocks (mallopt(3), M_MMAP_THRESHOLD). On a CPU most
     activations are such blocks, while a KV cache has larger ones, which do not reuse these pages.

@@ -46,8 +46,8 @@ class ShrinkingGrant(Grant):
         made smaller. Every rank must call this, with work in which no rank waits for another. If one rank raises
         NotFinite, all ranks raise it.
         """
-        if self.last_phase not in (None, phase):  # what the other phase held in the heap is not for this one
-            trim_heap()
+        if self.last_phase not in (None, phase):
+            trim_heap()  # else pages that the other phase has freed would stand beside the tensors of this one
         self.last_phase = phase
         start = random_state()
         while True:

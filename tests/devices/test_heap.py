@@ -1,4 +1,4 @@
-"""Free pages of the heap go back to the system, tried in a process of its own."""
+"""Free pages of the heap are returned to the system, tried in a process of its own."""
 
 import platform
 import subprocess
@@ -26,7 +26,7 @@ print(held, resident())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone has malloc_trim")
-def test_free_pages_amid_the_heap_go_back_to_the_system():
+def test_free_pages_amid_the_heap_are_returned_to_the_system():
     done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
     before, after = map(float, done.stdout.split())
     assert before - after > 300
