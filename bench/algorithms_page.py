@@ -41,9 +41,7 @@ def by_variant(runs: Sequence[dict]) -> dict[str, dict[int, dict]]:
 def summary(runs: Sequence[dict]) -> str:
     """Returns the table with a row for SFT and for each variant: scores over the seeds, and gains."""
     by_name = by_variant(runs)
-    sft: dict[int, dict] = {}  # of each seed's first run
-    for run in runs:
-        sft.setdefault(run["seed"], run["sft"])
+    sft = {run["seed"]: run["sft"] for run in reversed(runs)}  # of each seed's first run
     rows = [{"algorithm": "SFT only"} | scores(sft)]
     for name, by_seed in by_name.items():
         results = {seed: run["rl"] for seed, run in by_seed.items()}
