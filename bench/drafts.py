@@ -1,6 +1,7 @@
 """Compares decoding with and without drafts from the context: tokens per second, and tokens per pass.
 
     python -m bench.drafts --adapter runs/quickstart/sft                # the tiny model answers the sample world
+    python -m bench.drafts --preset hotpotqa --model DIR --adapter runs/sft --data dev.json     # real questions
     python -m bench.drafts --model DIR --replay trajectories.jsonl      # a model whose turns are those of a file
 
 With --replay the model computes its logits as usual, but the tokens of the file replace those that it would sample. So
@@ -18,19 +19,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bench import options, records
+from bench import episodes, options, records
 from r3lite.assembly.answering import build_engine
 from r3lite.core.episode import Document, Question, Retrieve
-from r3lite.core.files import shipped
-from r3lite.core.invocation import resolve
-from r3lite.datasets.qa import read_questions
 from r3lite.datasets.trajectories import Trajectory, read_rows
-from r3lite.devices.precision import Precision
 from r3lite.evaluate import EvaluateConfig
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.transcript import Transcript
-from r3lite.retrieval.retriever import build_retriever
-from r3lite.retrieval.setup import Setup
 from r3lite.rollout.decoder import Decoder
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
@@ -110,27 +105,13 @@ def replay(path: str, layout: Layout, count: int) -> Replayed:
     return Replayed(questions, transcripts, retrieve)
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags from which `timed_engine` builds an engine."""
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--adapter", default="none")
-    parser.add_argument("--preset", default="tiny")
-    parser.add_argument("--draft-tokens", type=int, default=7)
-    parser.add_argument("--document-tokens", type=int, default=160)
+def timed_engine(config: EvaluateConfig, rows: int) -> Timed:
+    """Returns an engine that samples at most `rows` episodes at once."""
+    return Timed(**vars(build_engine(config, rows)))
 
 
-def timed_engine(flags: argparse.Namespace, rows: int) -> tuple[Timed, EvaluateConfig]:
-    """Returns an engine that samples at most `rows` episodes at once, in fp32 on the CPU, and its settings."""
-    arguments = ["--preset", flags.preset, "--model", flags.model, "--adapter", flags.adapter, "--dtype", "fp32"]
-    arguments += ["--device", "cpu", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
-    arguments += ["--max-document-tokens", str(flags.document_tokens), "--draft-tokens", str(flags.draft_tokens)]
-    config = resolve("evaluate", EvaluateConfig(), arguments)
-    return Timed(**vars(build_engine(config, rows))), config
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_engine_flags(parser)
+def main(argv: list[str] | None = None) -> None:
+    parser = episodes.parser(__doc__)
     parser.add_argument("--replay", help="trajectories whose turns are written")
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8, 32])
     parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0])
@@ -138,22 +119,19 @@ def main() -> None:
         "--questions", type=int, default=32, help="at a time at most; as many as rows if these are less"
     )
     parser.add_argument("--group", type=int, default=1, help="episodes of each question")
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--note", default="", help="what else the machine did, and whose adapter it is")
     parser.add_argument("--results", type=Path, default=options.RESULTS)
-    flags = parser.parse_args()
-    engine, config = timed_engine(flags, flags.questions)
+    flags, config = episodes.parse(parser, "test.jsonl", argv)
+    engine = timed_engine(config, flags.questions)
     if flags.replay:
         replayed = replay(flags.replay, engine.layout, flags.questions)
         questions = replayed.questions
         retrieve = replayed.retrieve
         engine.replayed = replayed.transcripts
     else:
-        questions = read_questions(shipped("data", "world", "test.jsonl"), flags.questions)
-        retrieve = build_retriever(Setup(config.retrieval, questions))
+        questions, retrieve = episodes.questions_and_retriever(config, flags.questions)
     results: list[dict] = []
-    precision = Precision(torch.float32, torch.device("cpu"))
-    run = {"section": "replayed" if flags.replay else "sampled", **records.provenance(precision)}
+    conditions = records.provenance(episodes.precision_of(config))
+    run = {"section": "replayed" if flags.replay else "sampled", **conditions}
     run |= {"note": f"{flags.pairs} pairs; processor time. {flags.note}".strip(), "records": results}
     for batch in flags.batches:
         for temperature in flags.temperatures:
@@ -180,7 +158,7 @@ def measure(
     memory = replace(engine.grant.memory, rollout_batch_size=batch)
     engine.grant.memory = memory
     # Tokens per second of each run, by the largest number of drafted tokens; 0 is without drafts.
-    speeds: dict[int, list[float]] = {0: [], flags.draft_tokens: []}
+    speeds: dict[int, list[float]] = {0: [], engine.draft_tokens: []}
     tokens_a_pass = 0.0
     texts = {}
     for pair in range(flags.pairs + 1):
@@ -203,7 +181,7 @@ def measure(
     equal = sum(without == with_drafts for without, with_drafts in zip(*texts.values(), strict=True))
     ratios = [with_drafts / without for without, with_drafts in zip(plain, drafted, strict=True)]
     return {
-        "model": flags.model,
+        "model": flags.model_name,
         "turns": "replayed" if flags.replay else "sampled",
         "temperature": temperature,
         "batch": batch,

@@ -2,24 +2,20 @@
 
     python -m bench.lookup --model DIR --adapter RUN --replay trajectories.jsonl
 
-Both write exactly the turns of the trajectories (see bench.drafts), greedily and in fp32. Both use one KV cache for all
+Both write exactly the turns of the trajectories (see bench.drafts), greedily. Both use one KV cache for all
 turns of an episode. Times are processor seconds of whole episodes, including the prefill of prompts and documents,
 excluding retrieval. transformers runs with the adapter merged: without lookup, and with each setting of LOOKUPS, of
 which the fastest counts.
 """
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from bench import drafts, options, peers, records
+from bench import drafts, episodes, options, peers, records
 from r3lite.core.inherited import adapter_folder
-from r3lite.devices.precision import Precision
 from r3lite.rollout.sampling import Sampler
 
 # Settings of transformers' prompt lookup: the number of drafted tokens, and the largest number of tokens whose last
@@ -93,20 +89,17 @@ def measure(engine: drafts.Timed, replayed: drafts.Replayed, theirs: peers.Turns
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    drafts.add_engine_flags(parser)
+def main(argv: list[str] | None = None) -> None:
+    parser = episodes.parser(__doc__)
     parser.add_argument("--replay", required=True, help="trajectories whose turns are written")
     parser.add_argument("--questions", type=int, default=8)
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--note", default="", help="what else the machine did, and whose adapter it is")
     parser.add_argument("--results", type=Path, default=options.RESULTS)
-    flags = parser.parse_args()
-    precision = Precision(torch.float32, torch.device("cpu"))
-    engine, config = drafts.timed_engine(flags, rows=1)
+    flags, config = episodes.parse(parser, "test.jsonl", argv)
+    precision = episodes.precision_of(config)
+    engine = drafts.timed_engine(config, rows=1)
     replayed = drafts.replay(flags.replay, engine.layout, flags.questions)
-    adapter = None if flags.adapter == "none" else str(adapter_folder(flags.adapter))
-    record = {"model": config.model.model, "adapter": flags.adapter}
+    adapter = None if config.model.adapter is None else str(adapter_folder(config.model.adapter))
+    record = {"model": flags.model_name, "adapter": config.model.adapter or "none"}
     theirs = peers.Turns(config.model.model, adapter, precision)
     record |= measure(engine, replayed, theirs=theirs, pairs=flags.pairs)
     print(records.table([record]), flush=True)

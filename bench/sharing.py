@@ -1,6 +1,7 @@
 """Measures what episodes of the same question save by sharing equal tokens: prefilled tokens, decoded rows and time.
 
     python -m bench.sharing --adapter runs/quickstart/sft     # a round of GRPO on the sample world: 4 questions x 8
+    ... --preset hotpotqa --model DIR --adapter runs/sft --data dev.json --retriever lexical    # on real questions
 
 Each round runs twice. In the shared run, episodes whose tokens are equal so far share a row of the KV cache, as they
 always do in r3lite. In the own-rows run, each episode has a row of its own: prefixes are copied from row to row, but
@@ -18,18 +19,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-import torch
-
-from bench import options, records
+from bench import episodes, options, records
 from r3lite.assembly.answering import build_engine
-from r3lite.core.files import shipped
-from r3lite.core.invocation import resolve
-from r3lite.datasets.qa import read_questions
-from r3lite.devices.precision import Precision
-from r3lite.evaluate import EvaluateConfig
+from r3lite.core.episode import Question, Retrieve
 from r3lite.models.kv_cache import Prefill
-from r3lite.retrieval.retriever import build_retriever
-from r3lite.retrieval.setup import Setup
 from r3lite.rollout.decoder import Decoder
 from r3lite.rollout.engine import Engine
 from r3lite.rollout.sampling import Sampler
@@ -92,13 +85,11 @@ def prompts_alone(sequences: list[Sequence], group: int) -> int:
     return count
 
 
-def measure(engine: Counted, flags: argparse.Namespace) -> dict:
+def measure(engine: Counted, questions: list[Question], retrieve: Retrieve, flags: argparse.Namespace) -> dict:
     """Runs --pairs pairs of a shared and an own-rows round, and returns the record of the results.
 
     One more pair is run first, to warm up, and not counted.
     """
-    questions = read_questions(shipped("data", "world", "train.jsonl"), flags.questions)
-    retrieve = build_retriever(Setup(engine_config(flags).retrieval, questions))
     episode_questions = [question for question in questions for _ in range(flags.group)]
     engine.grant.memory = replace(engine.grant.memory, rollout_batch_size=len(episode_questions))
     shared_seconds = []
@@ -119,8 +110,8 @@ def measure(engine: Counted, flags: argparse.Namespace) -> dict:
     for shared_sequence, separate_sequence in zip(shared_sequences, separate_sequences, strict=True):
         equal_episodes += shared_sequence.tokens == separate_sequence.tokens
     return {
-        "model": flags.model,
-        "questions": flags.questions,
+        "model": flags.model_name,
+        "questions": len(questions),
         "episodes": len(episode_questions),
         "equal_episodes": equal_episodes,
         "prefilled": shared.prefilled,
@@ -135,31 +126,21 @@ def measure(engine: Counted, flags: argparse.Namespace) -> dict:
     }
 
 
-def engine_config(flags: argparse.Namespace) -> EvaluateConfig:
-    """Returns the settings of an engine on the CPU that answers questions of the sample world from its corpus."""
-    arguments = ["--preset", "tiny", "--model", flags.model, "--adapter", flags.adapter, "--dtype", "fp32"]
-    arguments += ["--device", "cpu", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
-    return resolve("evaluate", EvaluateConfig(), arguments)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="tiny")
-    parser.add_argument("--adapter", default="none")
+def main(argv: list[str] | None = None) -> None:
+    parser = episodes.parser(__doc__)
     parser.add_argument("--questions", type=int, default=4)
     parser.add_argument("--group", type=int, default=8, help="episodes of each question")
-    parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--note", default="", help="what else the machine did, and whose adapter it is")
     parser.add_argument("--results", type=Path, default=options.RESULTS)
-    flags = parser.parse_args()
-    engine = Counted(**vars(build_engine(engine_config(flags), flags.questions * flags.group)))
+    flags, config = episodes.parse(parser, "train.jsonl", argv)
+    questions, retrieve = episodes.questions_and_retriever(config, flags.questions)
+    engine = Counted(**vars(build_engine(config, len(questions) * flags.group)))
     engine.sampler = Sampler(flags.temperature)
-    record = measure(engine, flags)
+    record = measure(engine, questions, retrieve, flags=flags)
     print(records.table([record]), flush=True)
     note = f"{flags.pairs} pairs; processor time. {flags.note}".strip()
-    precision = Precision(torch.float32, torch.device("cpu"))
-    run = {"section": "rounds of GRPO", **records.provenance(precision), "note": note, "records": [record]}
+    conditions = records.provenance(episodes.precision_of(config))
+    run = {"section": "rounds of GRPO", **conditions, "note": note, "records": [record]}
     records.keep(folder=flags.results, device="cpu", bench=SHARING, run=run)
 
 

@@ -275,6 +275,9 @@ def _reader() -> type:
         reads = 0
 
         def _get(self, offset, dtype, count=1, override_order=None):
+            if self.reads == 0:
+                # A slice of a memmap costs several times that of an array, and a vocabulary has 500,000 of them.
+                self.data = self.data.view(np.ndarray)
             values = super()._get(offset, dtype, count, override_order)
             self.reads += 1
             if len(values) < count:

@@ -441,7 +441,7 @@ class DoctorSettings(Section):
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """device to check; auto: cuda if available, else mps, else cpu"""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """precision to check; auto: bf16 if the device supports it, else fp16 (on a CPU fp32)"""
+    """precision to check; auto: bf16 where that is fast, else fp16 (on a CPU fp32)"""
     clear_cache: bool = False
     """instead of the checks, delete what r3lite has cached in ~/.cache/r3lite: NF4 weights, web results and the like"""
 

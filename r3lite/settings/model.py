@@ -36,8 +36,7 @@ class ModelSettings(Section):
     adapter: Basic[Annotated[str | None, ADAPTER]] = None
     """LoRA adapter: a run folder or its adapter/"""
     dtype: Basic[Literal["auto", "fp32", "bf16", "fp16"]] = "auto"
-    """precision of the frozen base. Autocast has it, too; auto: bf16 if the device supports it, else fp16 (on a CPU
-    fp32)"""
+    """precision of the frozen base. Autocast has it, too; auto: bf16 where that is fast, else fp16 (on a CPU fp32)"""
     device: Basic[Literal["auto", "cpu", "cuda", "mps"]] = "auto"
     """auto: cuda if available, else mps, else cpu"""
     thinking: OfRun[Literal["auto", "on", "off"]] = "auto"

@@ -104,7 +104,7 @@ def test_the_commit_says_when_the_tree_differs_from_it(tmp_path):
 def test_the_precision_is_the_devices_own_unless_told(monkeypatch):
     parse = options.parser(None).parse_args
     for has_bf16, dtype in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr("r3lite.devices.precision._cpu_has_bf16", lambda has=has_bf16: has)
+        monkeypatch.setattr("r3lite.devices.precision._cpu_has_fast_bf16", lambda has=has_bf16: has)
         assert options.precision(parse(["--device", "cpu"])).dtype == dtype
         assert options.precision(parse(["--device", "cpu", "--dtype", "bf16"])).dtype == torch.bfloat16
 

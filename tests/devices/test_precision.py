@@ -21,12 +21,27 @@ def test_an_explicit_dtype_is_never_overruled(name, device):
     assert precision.resolve_dtype(name, torch.device(device)) == precision.DTYPES[name]
 
 
-@pytest.mark.parametrize(
-    ("feature", "dtype"), [("avx512_bf16", torch.bfloat16), ("amx_bf16", torch.bfloat16), ("avx2", torch.float32)]
-)
-def test_on_a_cpu_auto_is_bf16_where_the_processor_has_it(monkeypatch, feature, dtype):
+PROCESSORS = {
+    "AMD EPYC 9754": ("AuthenticAMD", "avx512_bf16", torch.bfloat16),
+    "AMD EPYC 7713": ("AuthenticAMD", "avx2", torch.float32),
+    "Intel Xeon": ("GenuineIntel", "avx512_bf16 amx_bf16", torch.bfloat16),
+    "Intel Xeon of a virtual machine without AMX": ("GenuineIntel", "avx512_bf16", torch.float32),
+    "Neoverse-N2": ("ARM", "bf16", torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("has_capabilities", [True, False])
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_on_a_cpu_auto_is_bf16_where_the_processor_is_fast_in_it(monkeypatch, tmp_path, name, has_capabilities):
+    """From PyTorch's capabilities, or from /proc/cpuinfo where PyTorch is too old for them."""
+    vendor, features, dtype = PROCESSORS[name]
+    capabilities = {"cpu_name": name, "avx512_bf16": False} | dict.fromkeys(features.split(), True)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(f"vendor_id\t: {vendor}\nmodel name\t: {name}\nflags\t: fpu {features} sse2\n")
     monkeypatch.setattr(precision.platform, "machine", lambda: "x86_64")
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {feature: True}, raising=False)
+    monkeypatch.setattr(precision, "CPU_INFO", cpuinfo)
+    answer = capabilities if has_capabilities else {}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: answer, raising=False)
     assert precision.resolve_dtype("auto", CPU) == dtype
 
 
