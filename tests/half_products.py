@@ -1,4 +1,4 @@
-"""Products of half-precision matrices on a CPU that has no instruction for them, for tests that look at memory and not
+"""Products of half-precision matrices on a CPU that is slow in them, for tests that look at memory and not
 at numbers."""
 
 from collections.abc import Iterator

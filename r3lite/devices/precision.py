@@ -73,8 +73,8 @@ def _warn_of_unused_card() -> None:
 def _cpu_has_fast_bf16() -> bool:
     """Returns True if the processor multiplies bf16 faster than fp32.
 
-    Emulated products are slower. So is AVX512-BF16 on Intel's cores: a product of 512 bits every two cycles, where fp32
-    has two every cycle. Measured on a Xeon (Emerald Rapids) without AMX: 84 against 150 GFLOP/s a thread.
+    Emulated products are slower. So is AVX512-BF16 on an Intel Xeon (Emerald Rapids) without AMX, as in some virtual
+    machines: 84 GFLOP/s a thread, where fp32 has 150. Other Intel processors without AMX were not measured.
     """
     if platform.machine().lower() not in ("x86_64", "amd64", "arm64", "aarch64"):
         return False

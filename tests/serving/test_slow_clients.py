@@ -108,10 +108,10 @@ def test_a_large_request_has_as_much_longer_as_its_link_needs(running):
 
 
 def test_a_client_that_does_not_read_its_reply_is_let_go(slow, running):
-    server, service, url = slow
+    server, _, url = slow
     with connect(url, post("/large", b"{}")):
         assert until(lambda: server._open_connections) and until(lambda: not server._open_connections)
-    patient = Server(service, host="127.0.0.1", port=0)
+    patient = Server(Slow(), host="127.0.0.1", port=0)
     assert len(read_all(connect(running(patient), post("/large", b"{}")))) > len(LARGE)
 
 
