@@ -21,6 +21,7 @@ MODEL_TITLES = {  # label of a trained model, or a part of one -> its name on th
     "half1": "cold start on half 1",
     "half2": "cold start on half 2",
     "rl": "reinforcement learning",
+    "longer": "more steps of SFT",
     "mean": "mean of both halves",
     "sft-mean": "mean of the cold starts of two seeds",
     "sft-rl-mean": "mean of two seeds after reinforcement learning",
