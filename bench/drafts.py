@@ -14,7 +14,6 @@ import argparse
 import statistics
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -119,7 +118,6 @@ def main(argv: list[str] | None = None) -> None:
         "--questions", type=int, default=32, help="at a time at most; as many as rows if these are less"
     )
     parser.add_argument("--group", type=int, default=1, help="episodes of each question")
-    parser.add_argument("--results", type=Path, default=options.RESULTS)
     flags, config = episodes.parse(parser, "test.jsonl", argv)
     engine = timed_engine(config, flags.questions)
     if flags.replay:
@@ -130,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     else:
         questions, retrieve = episodes.questions_and_retriever(config, flags.questions)
     results: list[dict] = []
-    conditions = records.provenance(episodes.precision_of(config))
+    conditions = records.provenance(options.precision(config.model))
     run = {"section": "replayed" if flags.replay else "sampled", **conditions}
     run |= {"note": f"{flags.pairs} pairs; processor time. {flags.note}".strip(), "records": results}
     for batch in flags.batches:

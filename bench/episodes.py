@@ -1,4 +1,4 @@
-"""Settings, questions and precision of the benches that sample episodes: drafts, lookup and sharing.
+"""Flags, settings and questions of the benches that sample episodes: drafts, lookup and sharing.
 
 A flag that such a bench does not have itself is a setting of `r3lite.evaluate`, such as --preset, --model, --adapter,
 --data, --retriever, --encoder and --dtype. By default the tiny model answers the sample world, on a CPU and in fp32.
@@ -6,12 +6,13 @@ A flag that such a bench does not have itself is a setting of `r3lite.evaluate`,
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
+from bench import options
 from r3lite.core.episode import Question, Retrieve
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve
 from r3lite.datasets.qa import read_questions
-from r3lite.devices.precision import Precision, resolve_device, resolve_dtype
 from r3lite.evaluate import EvaluateConfig
 from r3lite.retrieval.retriever import build_retriever
 from r3lite.retrieval.setup import Setup
@@ -30,6 +31,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     common_parser.add_argument("--model-name", help="name in the results [--model]")
     common_parser.add_argument("--pairs", type=int, default=3, help="pairs of runs that are timed")
     common_parser.add_argument("--note", default="", help="what else the machine did, and whose adapter it is")
+    common_parser.add_argument("--results", type=Path, default=options.RESULTS, help="folder that this run is added to")
     return common_parser
 
 
@@ -55,9 +57,3 @@ def questions_and_retriever(config: EvaluateConfig, count: int) -> tuple[list[Qu
     """Returns the first `count` questions of --data, and what finds documents for them."""
     questions = read_questions(config.data.data, count)
     return questions, build_retriever(Setup(config.retrieval, questions))
-
-
-def precision_of(config: EvaluateConfig) -> Precision:
-    """Returns the device and the precision of the settings."""
-    device = resolve_device(config.model.device)
-    return Precision(resolve_dtype(config.model.dtype, device), device)

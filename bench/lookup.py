@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 from bench import drafts, episodes, options, peers, records
 from r3lite.core.inherited import adapter_folder
@@ -93,9 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = episodes.parser(__doc__)
     parser.add_argument("--replay", required=True, help="trajectories whose turns are written")
     parser.add_argument("--questions", type=int, default=8)
-    parser.add_argument("--results", type=Path, default=options.RESULTS)
     flags, config = episodes.parse(parser, "test.jsonl", argv)
-    precision = episodes.precision_of(config)
+    precision = options.precision(config.model)
     engine = drafts.timed_engine(config, rows=1)
     replayed = drafts.replay(flags.replay, engine.layout, flags.questions)
     adapter = None if config.model.adapter is None else str(adapter_folder(config.model.adapter))

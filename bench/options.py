@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from r3lite.devices.precision import DTYPES, Precision, resolve_device, resolve_dtype
+from r3lite.settings import ModelSettings
 
 GEMMA = "gemma-3-270m"
 HUB = {  # name of a model, which is that of its folder below --models -> hub id
@@ -34,8 +35,8 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return common_parser
 
 
-def precision(options: argparse.Namespace) -> Precision:
-    """Returns the device and dtype that --device and --dtype select."""
+def precision(options: argparse.Namespace | ModelSettings) -> Precision:
+    """Returns the device and dtype that --device and --dtype select, flags of a bench or settings of a command."""
     device = resolve_device(options.device)
     return Precision(resolve_dtype(options.dtype, device), device)
 

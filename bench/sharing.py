@@ -16,7 +16,6 @@ import argparse
 import statistics
 import time
 from dataclasses import dataclass, replace
-from pathlib import Path
 from unittest import mock
 
 from bench import episodes, options, records
@@ -131,7 +130,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--questions", type=int, default=4)
     parser.add_argument("--group", type=int, default=8, help="episodes of each question")
     parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--results", type=Path, default=options.RESULTS)
     flags, config = episodes.parse(parser, "train.jsonl", argv)
     questions, retrieve = episodes.questions_and_retriever(config, flags.questions)
     engine = Counted(**vars(build_engine(config, len(questions) * flags.group)))
@@ -139,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     record = measure(engine, questions, retrieve, flags=flags)
     print(records.table([record]), flush=True)
     note = f"{flags.pairs} pairs; processor time. {flags.note}".strip()
-    conditions = records.provenance(episodes.precision_of(config))
+    conditions = records.provenance(options.precision(config.model))
     run = {"section": "rounds of GRPO", **conditions, "note": note, "records": [record]}
     records.keep(folder=flags.results, device="cpu", bench=SHARING, run=run)
 

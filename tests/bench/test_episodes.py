@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from bench import drafts, episodes, sharing
+from bench import drafts, episodes, options, sharing
 from r3lite.core.errors import UsageError
 from tests.errors import raises
 
@@ -34,7 +34,7 @@ def test_other_flags_are_settings_of_evaluate(tmp_path):
     flags, config = episodes.parse(episodes.parser(None), "test.jsonl", own)
     assert (flags.pairs, flags.model_name, config.lengths.max_hops) == (2, "A", 4)
     assert config.retrieval.corpus is None
-    assert episodes.precision_of(config).dtype == torch.bfloat16
+    assert options.precision(config.model).dtype == torch.bfloat16
 
     flags, config = episodes.parse(episodes.parser(None), "test.jsonl", [])
     assert (flags.model_name, config.retrieval.corpus.endswith("corpus.jsonl")) == ("tiny", True)
