@@ -8,6 +8,7 @@ from r3lite.core.files import write_jsonl
 from r3lite.core.invocation import with_values
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import LengthSettings, PpoConfig, ProtocolSettings
+from r3lite.training.earlier_run import SftLength, sft_length
 from r3lite.training.guard import Guard
 
 NONE = {"rewards/outcome/mean": 0.0, "malformed_ratio": 0.5, "completions/clipped_ratio": 0.25}
@@ -49,6 +50,21 @@ def test_a_start_from_an_adapter_is_not_told_to_run_sft_first(tmp_path, capsys):
         for warn in (warn_of_little_sft, warn_of_short_sft):
             warn(str(tmp_path))
             assert ("had only 3 steps of SFT: it may hardly know" in capsys.readouterr().err) == (steps == 3)
+
+
+def test_sft_in_stages_counts_as_one(tmp_path, capsys):
+    """After 315 steps and 80 more, it was told that 0.23 epochs of SFT are too few."""
+    for name, adapter, steps, epochs in (("first", "none", 315, 1.0), ("second", tmp_path / "first", 80, 0.23)):
+        run = tmp_path / name
+        run.mkdir()
+        (run / "config.toml").write_text(f'[sft]\nadapter = "{adapter}"\n', encoding="utf-8")
+        write_jsonl(
+            run / "metrics.jsonl", [{"step": steps - 40, "epoch": epochs / 2}, {"step": steps, "epoch": epochs}]
+        )
+    assert sft_length(tmp_path / "second" / "adapter") == SftLength(395, 1.23)
+    assert sft_length(tmp_path / "second" / "checkpoint-40") == SftLength(355, 1.115)
+    warn_of_little_sft(str(tmp_path / "second"))
+    assert capsys.readouterr().err == ""
 
 
 def test_groups_with_equal_rewards_are_told_to_algorithms_that_compare_them(capsys):

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +37,22 @@ class SftLength:
 def sft_length(adapter: str | Path) -> SftLength | None:
     """Returns how long SFT had been when it wrote an adapter; None if that is not known.
 
+    The runs of SFT that trained the adapters it started from count, too, back to the first that is not known.
     `adapter` is a run folder, a checkpoint in one, or the `adapter/` of either.
     """
-    run, step = run_and_step(adapter)
+    lengths = []
+    for run, step in _lineage(adapter):
+        length = _length_of_run(run, step)
+        if length is None:
+            break
+        lengths.append(length)
+    if not lengths:
+        return None
+    return SftLength(steps=sum(length.steps for length in lengths), epochs=sum(length.epochs for length in lengths))
+
+
+def _length_of_run(run: Path, step: int | None) -> SftLength | None:
+    """Returns how long a run of SFT was until a step, or in all; None if that is not known."""
     with contextlib.suppress(R3LiteError, UsageError, OSError):
         if "sft" not in load_toml(run / run_files.CONFIG):
             return None
@@ -63,17 +77,27 @@ def demonstrated(adapter: str | Path) -> set[str]:
     are not known are left out.
     """
     hashes: set[str] = set()
-    visited: set[Path] = set()
-    run, _ = run_and_step(adapter)
-    while run not in visited:
-        visited.add(run)
+    for run, _ in _lineage(adapter):
         with contextlib.suppress(R3LiteError):
             hashes.update(read_record(run / QUESTIONS_FILE, "").texts("hashes"))
-        earlier = settings_of(adapter).get("adapter")
-        if isinstance(earlier, str) and earlier != "none":
-            adapter = earlier
-            run, _ = run_and_step(adapter)
     return hashes
+
+
+def _lineage(adapter: str | Path) -> Iterator[tuple[Path, int | None]]:
+    """Yields the run folder of an adapter, then those of the adapters that it and the others started from.
+
+    With each, the step of the checkpoint that was taken; None: the run's last step.
+    """
+    visited: set[Path] = set()
+    run, step = run_and_step(adapter)
+    while run not in visited:
+        visited.add(run)
+        yield run, step
+        earlier = settings_of(adapter).get("adapter")
+        if not isinstance(earlier, str) or earlier == "none":
+            return
+        adapter = earlier
+        run, step = run_and_step(adapter)
 
 
 def result_of_run(model: str, adapter: str | None) -> str | None:
