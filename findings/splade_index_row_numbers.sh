@@ -10,8 +10,8 @@
 # the list that was indexed. Here each of these numbers is the id of another passage.
 #
 # Why it matters: nothing is raised. Where ids are integers, as in MS MARCO or a database, the numbers look like ids and
-# name other passages: recall measured by them is near zero, and passages fetched by them are wrong ones. It does not
-# show in examples without `document_ids`, where ids are the rows. Take `doc_ids` of the tuple.
+# name other passages: recall is measured on those, and those are fetched. It does not show in examples without
+# `document_ids`, where ids are the rows. Take `doc_ids` of the tuple.
 #
 # Output:
 #   numpy  tuple [3, 2, 0, 1]  doc_ids [0, 1, 3, 2]  right: False

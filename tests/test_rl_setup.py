@@ -1,14 +1,16 @@
 """What ppo says when the first rounds of a run give it nothing to learn from."""
 
+import json
+
 import pytest
 
 from r3lite.assembly.policy import warn_of_short_sft
 from r3lite.assembly.rl_setup import ending_of, limits_of, warn_of_little_sft, warn_of_no_reward
-from r3lite.core.files import write_jsonl
+from r3lite.core.files import write_json, write_jsonl
 from r3lite.core.invocation import with_values
 from r3lite.protocols.registry import build_protocol
 from r3lite.settings import LengthSettings, PpoConfig, ProtocolSettings
-from r3lite.training.earlier_run import SftLength, sft_length
+from r3lite.training.earlier_run import QUESTIONS_FILE, SftLength, demonstrated, sft_length
 from r3lite.training.guard import Guard
 
 NONE = {"rewards/outcome/mean": 0.0, "malformed_ratio": 0.5, "completions/clipped_ratio": 0.25}
@@ -52,19 +54,35 @@ def test_a_start_from_an_adapter_is_not_told_to_run_sft_first(tmp_path, capsys):
             assert ("had only 3 steps of SFT: it may hardly know" in capsys.readouterr().err) == (steps == 3)
 
 
+def sft_run(run, steps, epochs, **settings):
+    """Writes the folder of a run of SFT, with a record halfway."""
+    run.mkdir()
+    lines = [f"{name} = {json.dumps(value)}" for name, value in settings.items()]
+    (run / "config.toml").write_text("\n".join(["[sft]", *lines, ""]), encoding="utf-8")
+    halfway = {"step": steps // 2, "epoch": epochs / 2}
+    write_jsonl(run / "metrics.jsonl", [halfway, {"step": steps, "epoch": epochs}])
+
+
 def test_sft_in_stages_counts_as_one(tmp_path, capsys):
     """After 315 steps and 80 more, it was told that 0.23 epochs of SFT are too few."""
-    for name, adapter, steps, epochs in (("first", "none", 315, 1.0), ("second", tmp_path / "first", 80, 0.23)):
-        run = tmp_path / name
-        run.mkdir()
-        (run / "config.toml").write_text(f'[sft]\nadapter = "{adapter}"\n', encoding="utf-8")
-        write_jsonl(
-            run / "metrics.jsonl", [{"step": steps - 40, "epoch": epochs / 2}, {"step": steps, "epoch": epochs}]
-        )
-    assert sft_length(tmp_path / "second" / "adapter") == SftLength(395, 1.23)
-    assert sft_length(tmp_path / "second" / "checkpoint-40") == SftLength(355, 1.115)
-    warn_of_little_sft(str(tmp_path / "second"))
+    first, second = tmp_path / "first", tmp_path / "second"
+    sft_run(first, 315, 1.0, adapter="none", model="base")
+    sft_run(second, 80, 0.23, adapter=str(first), model="base")
+    assert sft_length(second / "adapter") == SftLength(395, 1.23)
+    assert sft_length(second / "checkpoint-40") == SftLength(355, 1.115)
+    warn_of_little_sft(str(second))
     assert capsys.readouterr().err == ""
+
+
+def test_stages_that_train_all_weights_count_too(tmp_path):
+    """Their results are models, not adapters."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    sft_run(first, 100, 0.5, adapter="none", model="base", no_lora=True)
+    sft_run(second, 60, 0.25, adapter="none", model=str(first / "model"), no_lora=True)
+    assert sft_length(second / "model") == SftLength(160, 0.75)
+    write_json(first / QUESTIONS_FILE, {"hashes": ["a"]})
+    write_json(second / QUESTIONS_FILE, {"hashes": ["b"]})
+    assert demonstrated(second / "model") == {"a", "b"}
 
 
 def test_groups_with_equal_rewards_are_told_to_algorithms_that_compare_them(capsys):

@@ -84,7 +84,7 @@ def demonstrated(adapter: str | Path) -> set[str]:
 
 
 def _lineage(adapter: str | Path) -> Iterator[tuple[Path, int | None]]:
-    """Yields the run folder of an adapter, then those of the adapters that it and the others started from.
+    """Yields the run folder of an adapter or model, then those of the results that it and the others started from.
 
     With each, the step of the checkpoint that was taken; None: the run's last step.
     """
@@ -93,8 +93,12 @@ def _lineage(adapter: str | Path) -> Iterator[tuple[Path, int | None]]:
     while run not in visited:
         visited.add(run)
         yield run, step
-        earlier = settings_of(adapter).get("adapter")
-        if not isinstance(earlier, str) or earlier == "none":
+        settings = settings_of(adapter)
+        earlier_adapter = settings.get("adapter")
+        if not isinstance(earlier_adapter, str) or earlier_adapter == "none":
+            earlier_adapter = None
+        earlier = result_of_run(str(settings.get("model")), earlier_adapter)
+        if earlier is None:
             return
         adapter = earlier
         run, step = run_and_step(adapter)
