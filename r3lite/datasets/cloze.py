@@ -23,7 +23,7 @@ from itertools import chain, zip_longest
 from r3lite.core.answer_match import SENTENCE
 from r3lite.core.episode import Document, folded
 from r3lite.core.errors import R3LiteError
-from r3lite.datasets.comparisons import MONTHS
+from r3lite.datasets.gold import MONTHS
 from r3lite.datasets.hops import name_of
 
 FEWEST_WORDS = 4  # around a gap: fewer say too little

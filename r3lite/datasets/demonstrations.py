@@ -7,8 +7,8 @@ by evidence write down what a retriever found:
 
 A fact is "{sub-question} {answer}." where the data set has sub-questions (2WikiMultiHopQA, MuSiQue), else "{title}:
 {supporting sentences}" (HotpotQA). Every fact is written once, and stands in a document that was retrieved: nothing is
-inserted. The last analysis of a comparison ends with the result, if `comparisons.compared` can state it. A query uses
-only what was found before it; of several possible queries, the first that finds something new is kept. A question that
+inserted. The last analysis of a comparison ends with the result, if `gold.compared` can state it. A query uses only
+what was found before it; of several possible queries, the first that finds something new is kept. A question that
 cannot be answered in this way is rejected, with the reason.
 """
 
@@ -22,8 +22,7 @@ from r3lite.core.episode import Document, Failure, Question, Retrieve, Search, S
 from r3lite.core.files import write_jsonl
 from r3lite.datasets import gold
 from r3lite.datasets.collected import Tally, rejections_of
-from r3lite.datasets.comparisons import compared, with_other_dates
-from r3lite.datasets.gold import queries, referenced_hops
+from r3lite.datasets.gold import compared, queries, referenced_hops
 from r3lite.datasets.hops import name_of
 from r3lite.datasets.teacher import WITHOUT_SEARCH
 from r3lite.datasets.trajectories import Trajectory, check_steps
@@ -55,7 +54,7 @@ def write_gold(
         else:
             usable.append(question)
     if uses_evidence:
-        trajectories = by_evidence(config, usable, protocol, retrieve=retrieve, tally=tally)
+        trajectories = by_evidence(usable, protocol, retrieve, lengths=config.lengths, tally=tally)
     else:
         trajectories = by_sub_questions(config, usable, protocol, retrieve=retrieve, tally=tally)
     if tally.rejections:
@@ -76,28 +75,27 @@ def _problem_of_sub_questions(config: CollectConfig, question: Question, protoco
 
 
 def by_evidence(
-    config: CollectConfig, questions: list[Question], protocol: Protocol, retrieve: Retrieve, tally: Tally
+    questions: list[Question],
+    protocol: Protocol,
+    retrieve: Retrieve,
+    lengths: LengthSettings,
+    tally: Tally,
 ) -> list[Trajectory]:
-    """Returns trajectories that write down the evidence that their queries find, and with --other-dates their copies.
+    """Returns trajectories that write down the evidence that their queries find.
 
-    Counts the trajectories, the copies and the rejected questions in `tally`.
+    Counts the trajectories and the rejected questions in `tally`.
     """
     trajectories = []
-    copies = []
-    for demonstration in demonstrate(questions, retrieve, config.lengths):
+    for demonstration in demonstrate(questions, retrieve, lengths):
         question = demonstration.question
         steps = gold.verified(question, demonstration.steps, protocol)
         reason = demonstration.rejected or check_steps(steps, protocol)
         if reason:
             tally.reject(question, reason)
             continue
-        trajectory = Trajectory.of(question, steps, "gold")
-        trajectories.append(trajectory)
+        trajectories.append(Trajectory.of(question, steps, "gold"))
         tally.keep_retrieved(question, steps)
-        copies += with_other_dates(question, trajectory, count=config.collect.other_dates, seed=config.common.seed)
-    if config.collect.other_dates:
-        tally.extra["copies with other dates"] = len(copies)
-    return trajectories + copies
+    return trajectories
 
 
 def by_sub_questions(

@@ -14,16 +14,30 @@ to those that use its answer. The analysis of each further step has the answers 
 searched, and the last step also has the final answer.
 
 For a protocol without search there is one step: analysis "{q_1} {a_1}. ... {q_n} {a_n}. This gives the answer."
+
+`compared` states the result of a comparison by rule: a small model that has both dates right may still name the wrong
+film. demonstrations.py uses it.
 """
 
 import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
+from r3lite.core.answer_match import normalize
 from r3lite.core.episode import Document, Hop, Question, Search, Step
+from r3lite.datasets.hops import name_of
 from r3lite.protocols.base import Protocol, one_line
 from r3lite.protocols.plan import Node, SearchPlan
+
+MONTHS = "january|february|march|april|may|june|july|august|september|october|november|december"
+# June 9, 1956; 9 June 1956; June 1956; 1956
+DATE = re.compile(
+    rf"(?:(?P<month>{MONTHS}) (?P<day>\d{{1,2}}),? |(?:(?P<day_first>\d{{1,2}}) )?(?P<month_last>{MONTHS}),? )?"
+    r"(?P<year>\d{3,4})",
+    re.IGNORECASE,
+)
 
 
 def obstacle(question: Question, max_hops: int, searches: bool = True) -> str | None:
@@ -230,7 +244,76 @@ def _sentence(text: str) -> str:
     return f"{text}."
 
 
+def compared(question: Question) -> str | None:
+    """Returns a sentence that compares the two facts of a comparison; None for other questions.
+
+    The facts are the answers of the two hops that no further hop uses. If the question asks whether they are the same,
+    the sentence is `India and Italy are not the same.`, or `They are not the same.` if the facts are sentences. If they
+    are two dates, one of which is earlier, and exactly one of the compared things is the answer, it is `The Prairie
+    King (June 9, 1956) is before Confessions of an Opium Eater (October 26, 1993).`
+    """
+    hop_count = len(question.hops)
+    used_hops: set[int] = set()
+    for hop in range(hop_count):
+        used_hops |= referenced_hops(question, hop)
+    last_hops = [hop for hop in range(hop_count) if hop not in used_hops]
+    if "comparison" not in question.type or len(last_hops) != 2:
+        return None
+    answer = normalize(question.answers[0])
+    facts = [question.hops[hop].answer for hop in last_hops]
+    if answer in ("yes", "no") and re.search(r"\bsame\b", question.text):
+        verdict = "not the same"
+        if answer == "yes":
+            verdict = "the same"
+        compared_facts = f"{facts[0]} and {facts[1]}"
+        # The facts of HotpotQA are supporting sentences. They stand in the analysis just before the returned sentence.
+        if any(hop.answer == " ".join(hop.evidence) for hop in question.hops):
+            compared_facts = "They"
+        return f"{compared_facts} are {verdict}."
+    names = [subject(question, hop) for hop in last_hops]
+    dated_facts = []
+    for name, fact in zip(names, facts, strict=True):
+        dated_facts.append(_DatedFact(date(fact) or (), f"{name} ({fact})"))
+    earlier, later = sorted(dated_facts, key=lambda fact: fact.date)
+    # Equal dates have no order, nor have dates that are equal as far as the less exact one goes: 1956 and June 9, 1956.
+    is_decided = earlier.date and later.date[: len(earlier.date)] != earlier.date
+    # `subject` guesses the names. If exactly one of them is the answer, the guess is taken to be right.
+    if is_decided and sum(normalize(name) == answer for name in names) == 1:
+        return f"{earlier.text} is before {later.text}."
+    return None
+
+
+class _DatedFact(NamedTuple):
+    """A compared thing with its date."""
+
+    date: tuple[int, ...]  # year, month and day, as far as the fact has them; empty if it is no date
+    text: str  # the name of the thing, and the fact in brackets
+
+
 def referenced_hops(question: Question, hop: int) -> set[int]:
     """Returns the indices of the earlier hops whose answers the sub-question of a hop refers to."""
     numbers = map(int, re.findall(r"#(\d{1,9})(?!\d)", question.hops[hop].question))
     return {number - 1 for number in numbers if 1 <= number <= hop}  # others are parts of names, such as Mambo #5
+
+
+def subject(question: Question, hop: int) -> str:
+    """Returns what a hop is about in the end: the name of the first paragraph of the chain that leads to the hop."""
+    earlier_hops = referenced_hops(question, hop)
+    if earlier_hops:
+        return subject(question, min(earlier_hops))
+    return name_of(question.hops[hop].document.title)
+
+
+def date(text: str) -> tuple[int, ...] | None:
+    """Returns (year,), (year, month) or (year, month, day), as far as the text has them; None if it is no date."""
+    match = DATE.fullmatch(text.strip())
+    if match is None:
+        return None
+    parts = [int(match["year"])]
+    month = match["month"] or match["month_last"]
+    if month:
+        parts.append(1 + MONTHS.split("|").index(month.lower()))
+    day = match["day"] or match["day_first"]
+    if day:
+        parts.append(int(day))
+    return tuple(parts)

@@ -21,7 +21,7 @@ from r3lite.core.config import (
 )
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import budget_bytes
-from r3lite.settings.conditions import follows_evidence, follows_sub_questions, makes_gold_trajectories, tunes_adapter
+from r3lite.settings.conditions import follows_sub_questions, makes_gold_trajectories, tunes_adapter
 from r3lite.settings.data import DATA_FILE
 from r3lite.settings.model import ADAPTER
 from r3lite.settings.protocol import Format
@@ -92,7 +92,6 @@ class CollectSettings(Section):
             "--source gold or documents without --baseline, and a --format other than dag and solution",
             lambda s: makes_gold_trajectories(s) and s.format not in ("dag", "solution"),
         ),
-        NeedsOthers("other_dates", "--demonstrations evidence", follows_evidence),
         NeedsOthers("insert_gold hurried_share", "--demonstrations sub-questions", follows_sub_questions),
         NeedsOthers(
             "without_search",
@@ -117,10 +116,6 @@ class CollectSettings(Section):
     demonstrations: Literal["evidence", "sub-questions"] = "evidence"
     """for --source gold; evidence: search the question itself first, then names that are missing, and write down the
     facts found; sub-questions: search the sub-questions of the decomposition (dag always does)"""
-    other_dates: Whole = 0
-    """copies of each comparison of two dates, with other dates in its documents, so that the answer cannot be learned
-    by heart; every second copy asks for the other one: later in place of earlier (evidence; data sets with
-    sub-questions, such as 2wiki)"""
     insert_gold: bool = False
     """add the gold paragraph if a sub-question does not find it; otherwise the question is dropped (sub-questions)"""
     hurried_share: Fraction = 0.0

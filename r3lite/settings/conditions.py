@@ -106,11 +106,6 @@ def follows_sub_questions(s: CommandSettings) -> bool:
     return s.demonstrations == "sub-questions" or s.format in ("dag", "solution")
 
 
-def follows_evidence(s: CommandSettings) -> bool:
-    """Tells whether gold trajectories write down what was found; see datasets/demonstrations.py."""
-    return makes_gold_trajectories(s) and not follows_sub_questions(s)
-
-
 def loads_model(s: CommandSettings) -> bool:
     """Tells whether `collect` loads a model."""
     return s.source == "self" or bool(s.teacher_logprobs)
