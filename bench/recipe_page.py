@@ -25,6 +25,7 @@ MODEL_TITLES = {  # label of a trained model, or a part of one -> its name on th
     "sft585": "cold start of 585 steps",
     "copies": "SFT with copies of comparisons",
     "turned": "copies with turned questions, too",
+    "few": "few copies",
     "mean": "mean of both halves",
     "sft-mean": "mean of the cold starts of two seeds",
     "sft-rl-mean": "mean of two seeds after reinforcement learning",
