@@ -2,7 +2,7 @@
 # hqq 0.2.8.post1, Python 3.11: LoRA with fake quantization does not learn
 #
 # Valid input: `HQQLinearLoRAWithFakeQuant` ("lora_with_fakequant" in `PeftUtils.add_lora`) over a linear layer in 8 bit,
-# trained with Adam so that a layer of 4 bit is near another weight of the layer plus a change of rank 4.
+# with fake quantization to 4 bit. Adam trains it to give the outputs of the layer's weight plus a change of rank 4.
 #
 # Expected: the loss falls, as it does with plain LoRA, down to what 4 bit cost. Rounding has no derivative, so training
 # with fake quantization takes that of the weight before it (the straight-through estimator).

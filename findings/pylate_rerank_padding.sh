@@ -22,7 +22,7 @@ trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv" || exit 2
 "$work/venv/bin/pip" install --quiet 'torch==2.13.0' numpy==2.4.6 transformers==5.3.0 sentence-transformers==5.3.0 \
     datasets==5.2.0 accelerate==1.15.0 pandas==3.1.1 ujson==5.12.0 fastkmeans==0.5.0 || exit 2
-# Without its other dependencies: they are for indexes, and need another version of torch.
+# Without its other dependencies: they are for indexes.
 "$work/venv/bin/pip" install --quiet --no-deps pylate==1.6.0 || exit 2
 "$work/venv/bin/python" -W ignore - <<'PY'
 import torch

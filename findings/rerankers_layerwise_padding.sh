@@ -12,7 +12,7 @@
 # up to a multiple of 8, the longest one, and a document alone, are also read there, unless they fill it.
 #
 # Why it matters: nothing is raised, and scores look plausible, because padding tokens see the prompt. But they are none
-# that the model was trained for, and the order of two documents depends on the length of a third one.
+# that the model was trained for, and they depend on the length of the other documents.
 #
 # Output (scores; the last token of the prompt, then as `rank` returns it, alone and beside one other document):
 #   short   at its end -0.084  alone  1.016  beside a longer one  0.515
