@@ -28,6 +28,10 @@ class ProductsInFp32(TorchDispatchMode):
     The results have the dtype and shape that they would have: `LiveTensors`, entered after this, counts the same bytes.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # as in LiveTensors
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         product = PRODUCTS.get(function)

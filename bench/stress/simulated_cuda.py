@@ -39,9 +39,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.stress.simulation import operators, runtime
 from bench.stress.simulation.counts import Counts
-from bench.stress.simulation.operators import bytes_of, on_card, size_of, tensors_in
+from bench.stress.simulation.operators import bytes_of, on_card, size_of
 from bench.stress.simulation.streams import Stream, Unordered, Use, use_of, uses_of
-from r3lite.devices.live_tensors import LiveTensors
+from r3lite.devices.live_tensors import LiveTensors, tensors_in
 
 CPU = torch.device("cpu")
 GIB = 1 << 30

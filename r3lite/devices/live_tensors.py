@@ -1,13 +1,26 @@
 """Bytes of live tensors, counted on any device: what a step really holds, without what an allocator adds."""
 
 import weakref
+from typing import Any
 
-import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 GRAIN = 512  # bytes: CUDA's allocator rounds each tensor up to a multiple of this, and so do all figures here
 MIB = 1 << 20
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Returns the tensors in nested lists, tuples and dictionaries: in the arguments or the result of an operator."""
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        branches = tree.values()
+    elif isinstance(tree, (list, tuple)):
+        branches = tree
+    else:
+        return []
+    return [tensor for branch in branches for tensor in tensors_in(branch)]
 
 
 class LiveTensors(TorchDispatchMode):
@@ -39,22 +52,28 @@ class LiveTensors(TorchDispatchMode):
     def peak_mib(self) -> float:
         return self.peak / MIB
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # True would import PyTorch's compiler at the first operator, and slow down each one
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count((args, kwargs))
         result = function(*args, **(kwargs or {}))
         self.count(result)
         return result
 
-    def count(self, tree) -> None:
-        """Counts the tensors in a tree (nested lists and dictionaries), each storage only once."""
-        for tensor in tree_leaves(tree):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                key = storage._cdata  # the address of the storage's C++ object
-                size = -(-storage.nbytes() // GRAIN) * GRAIN
-                host = size if getattr(storage, "is_host_part", False) else 0
-                if key not in self._sizes:
-                    weakref.finalize(storage, self._forget, key)
+    def count(self, tree: Any) -> None:
+        """Counts the tensors in nested lists, tuples and dictionaries, each storage only once."""
+        for tensor in tensors_in(tree):
+            if tensor.is_meta:
+                continue
+            storage = tensor.untyped_storage()
+            key = storage._cdata  # the address of the storage's C++ object
+            size = -(-storage.nbytes() // GRAIN) * GRAIN
+            host = size if getattr(storage, "is_host_part", False) else 0
+            if key not in self._sizes:
+                weakref.finalize(storage, self._forget, key)
+            if self._sizes.get(key) != (size - host, host):
                 self._replace(key, live=size - host, host=host)
         self.peak = max(self.peak, self.live)
 

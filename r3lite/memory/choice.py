@@ -5,6 +5,7 @@ These are the first whose predicted peak is within it, in an order that goes rou
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, islice
 from typing import Any
 
 from r3lite.core.config import flag
@@ -106,8 +107,8 @@ def choose(
         smallest_peak = size if smallest_peak is None else min(smallest_peak, size)
     assert smallest_peak is not None
     cause = f"this run needs at least {smallest_peak / MIB:,.0f} MiB, but the budget is {budget / MIB:,.0f} MiB"
-    helpful = [*_remedies(w, fixed, budget, models), _larger_budget(smallest_peak)]
-    remedy = f"It would fit with {'; or '.join(helpful[:REMEDIES])}."
+    helpful = islice(chain(_remedies(w, fixed, budget, models), [_larger_budget(smallest_peak)]), REMEDIES)
+    remedy = f"It would fit with {'; or '.join(helpful)}."
     raise R3LiteError(cause, f"{remedy} More processes do not help: each needs as much.", code="budget-too-small")
 
 
@@ -120,7 +121,8 @@ def _larger_budget(smallest_peak: int) -> str:
 
 def _fits(w: Workload, fixed: dict[str, Any], budget: int) -> bool:
     limit = budget * (1 - SLACK)
-    return any(peak(w, memory) <= limit for memory in candidates(w, fixed))
+    # The settings with the smallest peaks come last: if any fit, some of these do.
+    return any(peak(w, memory) <= limit for memory in reversed([*candidates(w, fixed)]))
 
 
 def _without(fixed: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -132,34 +134,32 @@ def _remedies(
     fixed: dict[str, Any],
     budget: int,
     models: Sequence[tuple[str, ModelConfig]],
-) -> list[str]:
-    """Returns changes each of which is enough to make the run fit, in words or as flags."""
-    helpful = []
+) -> Iterator[str]:
+    """Yields changes each of which is enough to make the run fit, in words or as flags."""
     with_lora = replace(w, full_tuning=False, lora_r=LoraSettings.lora_r, targets=LoraSettings.lora_targets)
     if w.full_tuning and _fits(with_lora, fixed, budget):
-        helpful.append("LoRA instead of --no-lora")
+        yield "LoRA instead of --no-lora"
     if fixed.get("nf4") is False and _fits(w, _without(fixed, ["nf4"]), budget):
-        helpful.append("--quantize nf4")
+        yield "--quantize nf4"
     layers = w.model.num_hidden_layers
     keeps_activations = fixed.get("recompute_layers", layers) < layers
     may_stream = not (w.full_tuning or fixed.get("stream_layers") or keeps_activations)
     streaming = {"nf4": True} | fixed | {"stream_layers": True}  # NF4 unless the user gave another value
     if may_stream and _fits(w, streaming, budget):
-        helpful.append("--stream-layers")
+        yield "--stream-layers"
     loosened = [name for name in fixed if name not in KEPT_BY_REMEDIES]
     if loosened and _fits(w, _without(fixed, loosened), budget):
         planned = {"offload": "auto"}  # the value that leaves a setting to the plan; for all other settings `none`
-        helpful.append(" ".join(f"{flag(name)} {planned.get(name, 'none')}" for name in loosened))
+        yield " ".join(f"{flag(name)} {planned.get(name, 'none')}" for name in loosened)
     for tokens in LENGTHS:
         if tokens < w.row_tokens and _fits(_shorter(w, tokens), fixed, budget):
-            helpful.append(f"--max-length {tokens}")
+            yield f"--max-length {tokens}"
             break
     for name, model in models:
         smaller = replace(w, model=model, packed=None)  # the NF4 weights at hand, if any, are those of `w.model`
         if model.hidden_size < w.model.hidden_size and _fits(smaller, fixed, budget):
-            helpful.append(f"--model {name}")
+            yield f"--model {name}"
             break
-    return helpful
 
 
 def _shorter(w: Workload, tokens: int) -> Workload:

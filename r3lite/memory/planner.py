@@ -6,6 +6,7 @@ a time), `logprobs` (one chunk of logits), `kv_cache` and `nf4`. `bench/memory.p
 The kind of a layer is given by the taps of its convolution, see `layer_tensors.layer_taps`.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
@@ -446,10 +447,11 @@ def _update(w: Workload, memory: Memory) -> Iterator[Parts]:
     inputs = b.inputs(b.inputs_on_device)
     taps_of_layers = layer_taps(m)
     activations = 0  # of the layers that keep them
-    for taps in taps_of_layers[b.recomputed :]:
-        activations += b.tokens * activation_bytes(w, taps) + b.layer_input
+    for taps, count in Counter(taps_of_layers[b.recomputed :]).items():
+        of_layer = b.tokens * activation_bytes(w, taps) + b.layer_input
         if not taps:
-            activations += b.repeated + b.joined
+            of_layer += b.repeated + b.joined
+        activations += count * of_layer
     kept_layers = {"kept layers": activations}
     accumulated = b.accumulated
     if w.full_tuning:

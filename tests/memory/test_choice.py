@@ -187,5 +187,6 @@ def test_lora_as_a_remedy_is_counted_with_its_adapters(monkeypatch):
     """It was counted without any, and proposed for budgets in which it does not fit."""
     tried = []
     monkeypatch.setattr(choice, "_fits", lambda w, fixed, budget: tried.append(w))
-    choice._remedies(replace(qwen("0.5b", **WORKLOADS["sft"]), full_tuning=True, lora_r=0, targets=()), {}, 0, [])
+    full_tuning = replace(qwen("0.5b", **WORKLOADS["sft"]), full_tuning=True, lora_r=0, targets=())
+    assert not list(choice._remedies(full_tuning, {}, 0, []))
     assert adapter_bytes(tried[0]) == adapter_bytes(qwen("0.5b", **WORKLOADS["sft"]))

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tag, Tensor
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from bench.stress.simulation.streams import use_of
+from r3lite.devices.live_tensors import tensors_in
 
 aten = torch.ops.aten
 # Dispatch keys under which PyTorch registers implementations that call other operators, the same on every device.
@@ -54,11 +54,6 @@ def on_card(tensor: Tensor) -> bool:
     """Returns whether a tensor has the label of the device."""
     use = use_of(tensor)
     return use is not None and use.home is not None
-
-
-def tensors_in(tree: Any) -> list[Tensor]:
-    """Returns the tensors in nested lists, tuples and dictionaries."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def size_of(tensor: Tensor) -> int:

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from bench.stress.simulation.operators import on_card, tensors_in
+from bench.stress.simulation.operators import on_card
 from bench.stress.simulation.streams import Event, Stream, use_of
 from r3lite.devices import speed
+from r3lite.devices.live_tensors import tensors_in
 
 Card = Any  # a SimulatedCuda: its class cannot be imported, because its module imports this one
 CPU = torch.device("cpu")
