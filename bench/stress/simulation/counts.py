@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -95,8 +96,17 @@ def running_functions() -> tuple[str, ...]:
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        path = Path(code.co_filename)
-        if PACKAGE in path.parents:
-            functions.append(f"{path.relative_to(PACKAGE).as_posix()}:{frame.f_lineno} {code.co_qualname}")
+        file = _file_in_package(code.co_filename)
+        if file:
+            functions.append(f"{file}:{frame.f_lineno} {code.co_qualname}")
         frame = frame.f_back
     return tuple(functions)
+
+
+@cache  # a wait looks at the whole call stack
+def _file_in_package(file: str) -> str | None:
+    """Returns the path of a file of r3lite within the package, None for any other file."""
+    path = Path(file)
+    if PACKAGE not in path.parents:
+        return None
+    return path.relative_to(PACKAGE).as_posix()
