@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from r3lite.devices.precision import NonFiniteGradients
+from r3lite.training.uncompiled import Uncompiled
 
 BLOCK = 256
 TILE = 2**19  # weights updated at once: 25 MiB of temporaries
@@ -37,7 +38,7 @@ EPS = 1e-8
 MOMENTS = {"exp_avg": 3, "exp_avg_sq": 4}  # bits of mantissa of a code
 
 
-class AdamW8(torch.optim.Optimizer):
+class AdamW8(Uncompiled):
     """Updates parameters one by one. Its random bits depend on the seed, the parameter's name and its step number."""
 
     def __init__(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from r3lite.training.adamw8 import AdamW8
+from r3lite.training.uncompiled import UncompiledAdamW
 
 STATE_NAMES = ("step", "exp_avg", "exp_avg_sq")  # what AdamW has for each parameter: step count, two moments
 
@@ -38,7 +39,7 @@ def adamw(groups: list[ParameterGroup], weight_decay: float) -> torch.optim.Adam
         )
         devices |= {parameter.device.type for parameter in group.parameters.values()}
     fused = devices <= {"cuda", "cpu"}
-    return torch.optim.AdamW(param_groups, weight_decay=weight_decay, fused=fused)
+    return UncompiledAdamW(param_groups, weight_decay=weight_decay, fused=fused)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:

@@ -1,6 +1,8 @@
 """The schedule and AdamW against numbers worked by hand, and AdamW's state through plain tensors."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -85,3 +87,43 @@ def test_its_state_goes_through_tensors_to_the_bit():
         assert torch.equal(
             first.state[parameter]["exp_avg_sq"], second.state[optim.parameters(second)[name]]["exp_avg_sq"]
         )
+
+
+def test_its_steps_are_those_of_adamw_to_the_bit():
+    own = two_groups()
+    copies = [parameter.detach().clone().requires_grad_() for parameter in optim.parameters(own).values()]
+    settings = {name: own.defaults[name] for name in ("weight_decay", "fused")}
+    groups = [{"params": [copy], "lr": group["lr"]} for copy, group in zip(copies, own.param_groups, strict=True)]
+    other = torch.optim.AdamW(groups, **settings)
+    for seed in range(4):
+        backward(own, seed)
+        for copy, parameter in zip(copies, optim.parameters(own).values(), strict=True):
+            copy.grad = parameter.grad.clone()
+        for optimizer in (own, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    for copy, parameter in zip(copies, optim.parameters(own).values(), strict=True):
+        assert torch.equal(copy, parameter) and parameter.grad is None
+
+
+def test_optimizers_import_no_compiler():
+    """Every run of `sft` and `ppo` imported PyTorch's compiler, which takes a second and 80 MiB."""
+    code = """
+import sys, torch
+from r3lite.training import adamw8, optim
+weight = torch.nn.Parameter(torch.ones(4, 4))
+weight.grad = torch.ones(4, 4)
+full = optim.adamw([optim.ParameterGroup({"weight": weight}, 0.1)], 0.0)
+full.step()
+small = adamw8.AdamW8({"weight": weight}, 0.1, weight_decay=0.0, max_norm=1.0, seed=0)
+small.update(weight, torch.ones(4, 4))
+small.end_step()
+for optimizer in (full, small):
+    optimizer.zero_grad()
+    tensors = optim.state_tensors(optimizer)
+    assert tensors
+    optim.load_state_tensors(optimizer, tensors)
+assert 'torch._dynamo' not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
