@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from r3lite.devices.live_tensors import UncompiledMode
 from r3lite.devices.precision import resolve_dtype
 
 HALF = (torch.bfloat16, torch.float16)
@@ -22,15 +22,11 @@ PRODUCTS = {
 }
 
 
-class ProductsInFp32(TorchDispatchMode):
+class ProductsInFp32(UncompiledMode):
     """Multiplies matrices of bf16 or fp16 in fp32, which such a CPU does several times as fast.
 
     The results have the dtype and shape that they would have: `LiveTensors`, entered after this, counts the same bytes.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # as in LiveTensors
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

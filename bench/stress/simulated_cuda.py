@@ -35,13 +35,12 @@ from unittest import mock
 import torch
 from torch import Tag, Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.stress.simulation import operators, runtime
 from bench.stress.simulation.counts import Counts
 from bench.stress.simulation.operators import bytes_of, on_card, size_of
 from bench.stress.simulation.streams import Stream, Unordered, Use, use_of, uses_of
-from r3lite.devices.live_tensors import LiveTensors, tensors_in
+from r3lite.devices.live_tensors import LiveTensors, UncompiledMode, tensors_in
 
 CPU = torch.device("cpu")
 GIB = 1 << 30
@@ -314,16 +313,12 @@ class SimulatedCuda:
             self._misuse = self._misuse or error
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(UncompiledMode):
     """Calls a function instead of each operator of this thread."""
 
     def __init__(self, run: Callable[[Any, tuple, dict], Any]):
         super().__init__()
         self.run = run
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import PyTorch's compiler at the first operator, which takes seconds
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         return self.run(function, args, kwargs or {})

@@ -1,11 +1,10 @@
 """Checks of a GPU: that PyTorch can use it, which attention kernels run, and the memory that is not tensors."""
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3lite.checks.finding import Finding, judged, skipped
 from r3lite.checks.sample import padded, sentences, tiny
-from r3lite.devices.live_tensors import MIB
+from r3lite.devices.live_tensors import MIB, UncompiledMode
 from r3lite.devices.precision import BUILDS, Precision, has_nvidia_card
 from r3lite.memory import cuda_parts
 from r3lite.models.kv_cache import CachePass, KVCache, Prefill
@@ -48,7 +47,7 @@ def _built_for(capability: tuple[int, int]) -> Finding:
     return judged(sound, message, f"The GPU is too old or too new for this PyTorch. {REBUILD}")
 
 
-class _KernelRecorder(TorchDispatchMode):
+class _KernelRecorder(UncompiledMode):
     """Records which attention kernels run in its block.
 
     Fused kernels are operators with their own names. The math kernel is recognized by its softmax.

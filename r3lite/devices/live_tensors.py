@@ -23,7 +23,18 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [tensor for branch in branches for tensor in tensors_in(branch)]
 
 
-class LiveTensors(TorchDispatchMode):
+class UncompiledMode(TorchDispatchMode):
+    """A mode without PyTorch's wrapper for torch.compile.
+
+    At the first operator the wrapper imports the compiler, which takes a second, and it makes each operator slower.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+class LiveTensors(UncompiledMode):
     """Counts each tensor storage from the operator that makes or first touches it until it is freed.
 
     Views share their storage, which counts once. A storage that grows in place (`resize_`) counts with its new size. A
@@ -51,10 +62,6 @@ class LiveTensors(TorchDispatchMode):
     @property
     def peak_mib(self) -> float:
         return self.peak / MIB
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # True would import PyTorch's compiler at the first operator, and slow down each one
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count((args, kwargs))
