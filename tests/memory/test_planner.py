@@ -14,6 +14,7 @@ from r3lite import collect, ppo, sft
 from r3lite.assembly import policy, rl_round
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Memory
+from r3lite.datasets.order import rows_of_step
 from r3lite.devices.live_tensors import LiveTensors
 from r3lite.memory import planner
 from r3lite.memory.cuda_parts import THREADS
@@ -39,6 +40,7 @@ from tests.packed_folders import write_packed
 pytestmark = pytest.mark.usefixtures("fast_half_products")
 TARGETS = LoraSettings().lora_targets
 LAYERS = 6
+SHORT = 32  # tokens
 FULL = LayerKind(Rope(10_000.0, dims=16))
 QWEN35_DELTA = LayerKind(None, taps=4, delta=DeltaHeads(key_heads=2, value_heads=4, key_dim=32, value_dim=64))
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": LAYERS, "vocab_size": 6000}
@@ -68,8 +70,16 @@ def flags(folder, tmp_path, *more) -> list[str]:
 
 
 def sft_peak(folder, tmp_path, tokens: int, *more) -> int:
-    """Peak of live tensor bytes in two steps on rows of so many tokens."""
-    full_rows(str(folder), tokens, tmp_path / "data.jsonl")
+    """Peak of live tensor bytes in two steps: on a short row, which makes the optimizer's moments, then on `tokens`."""
+    data = tmp_path / "data.jsonl"
+    rows = []
+    for length in (SHORT, tokens):
+        full_rows(str(folder), length, data)
+        rows.append(data.read_text().splitlines()[0] + "\n")
+    (second,) = rows_of_step(step=2, count=2, per_step=1, seed=0, row_limit=None)
+    if second == 0:
+        rows.reverse()
+    data.write_text("".join(rows))
     lengths = ["--max-length", str(tokens), "--validation-rows", "0", "--gradient-accumulation", "1"]
     with LiveTensors() as counter:
         assert sft.main(flags(folder, tmp_path, *lengths, "--max-steps", "2", *more)) == 0
