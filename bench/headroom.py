@@ -181,7 +181,8 @@ def sample_all(
     rows: list[Row] = []
     groups: list[Group] = []
     failures = 0
-    for start in range(0, len(questions), config.rl.batch_size):
+    starts = range(0, len(questions), config.rl.batch_size)
+    for start in ALONE.with_progress(starts, "sampling", "blocks of questions"):
         block = list(questions[start : start + config.rl.batch_size])
         greedy_sequences = sample_on_ranks(
             greedy_engine, ALONE, greedy_engine.run, block, ["greedy"] * len(block), retrieve
@@ -229,7 +230,7 @@ def gradients(learner: Learner, parameters: Sequence[torch.nn.Parameter], groups
     Every second group belongs to the second half.
     """
     sums = {"em": GradientSums(), "recall": GradientSums()}
-    for number, group in enumerate(groups):
+    for number, group in enumerate(ALONE.with_progress(groups, "gradients", "groups")):
         for name, reward_sums in sums.items():
             gradient = group_gradient(learner, parameters, rollouts=group.rollouts, rewards=group.rewards[name])
             reward_sums.add(number % 2, gradient)

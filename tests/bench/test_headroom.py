@@ -10,6 +10,7 @@ from bench import headroom, headroom_numbers
 from bench.headroom_numbers import Answer, GradientSums, Row, cosine, decision, gradient_summary, noise_scale, summary
 from r3lite import evaluate
 from r3lite.assembly import rl_setup
+from r3lite.core import bars
 from r3lite.core.files import read_jsonl
 from r3lite.datasets.sources import read_questions_of
 from r3lite.rl.batch import Batch, action_states
@@ -156,7 +157,8 @@ SHORT = ["--limit", "4", "--dtype", "fp32", "--max-new-tokens", "64", "--max-hop
 FLAGS = ["--preset", "tiny", "--data", str(WORLD / "train.jsonl"), *SHORT]
 
 
-def test_a_probe_of_the_tiny_model(cold, tmp_path, capsys):
+def test_a_probe_of_the_tiny_model(cold, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bars, "PERIOD", 0.0)
     output = tmp_path / "headroom.json"
     flags = [*FLAGS, "--adapter", str(cold / "sft"), "--index", str(cold / "index")]
     probe = ["--num-generations", "3", "--questions", "4", "--groups", "2", "--output", str(output)]
@@ -166,8 +168,10 @@ def test_a_probe_of_the_tiny_model(cold, tmp_path, capsys):
     assert (run["section"], run["data"], run["temperature"]) == ("tiny, sft", "train.jsonl", 1.0)
     assert run["summary"]["all"]["questions"] == len(run["rows"]) == 4 and run["gradient"]["groups"] == 2
     assert all(len(row["samples"]) == 3 for row in run["rows"])
-    shown = capsys.readouterr().out
+    printed = capsys.readouterr()
+    shown = printed.out
     assert "| all | 4 |" in shown and run["summary"]["decision"] in shown and "cosine of halves" in shown
+    assert "sampling: 1 of 1 blocks of questions" in printed.err and "gradients: 2 of 2 groups" in printed.err
     # Greedy answers are those of evaluate.
     folder = tmp_path / "evaluation"
     assert evaluate.main([*flags, "--output", str(folder)]) == 0
