@@ -131,13 +131,12 @@ def test_a_round_without_a_context_says_so(cold, tmp_path, capsys):
     assert "none of 64 episodes retrieved every gold paragraph" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("learn", ["answer", "turn"])
-def test_the_plan_knows_that_only_a_turn_is_sampled_and_the_rest_is_shared(learn):
+def test_the_plan_knows_that_only_a_turn_is_sampled_and_the_rest_is_shared():
     flags = [
         "--model",
         "Qwen/Qwen2.5-0.5B-Instruct",
         "--learn",
-        learn,
+        "answer",
         "--algorithm",
         "grpo",
         "--max-length",

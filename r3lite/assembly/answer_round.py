@@ -6,12 +6,10 @@ luck of retrieval. Training on reading alone is reported to help in arXiv 2505.1
 """
 
 import math
-import random
 import statistics
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from r3lite.assembly.answer_contexts import Contexts
 from r3lite.assembly.rl_round import Round, RoundSampler
 from r3lite.core.config import UsageError, flag
 from r3lite.core.episode import SEARCHING
@@ -70,7 +68,8 @@ class AnswerSampler(RoundSampler):
     """Samples the rounds of --learn answer: --batch-size contexts, each with --num-generations ends."""
 
     engine: Engine  # never a remote engine, which has no `end_again`
-    contexts: Contexts | None = None  # those of --contexts; None: contexts are sampled for each round
+    # By the id of their question, see answer_contexts.py. None: contexts are sampled for each round.
+    contexts: dict[str, Sequence] | None = None
     requirement: ClassVar[str] = "retrieved every gold paragraph"  # of contexts, as an error says it
 
     def __post_init__(self):
@@ -101,25 +100,24 @@ class AnswerSampler(RoundSampler):
             rewards=this_round.rewards,
             groups=groups,
             learned_groups=groups_with_variance(this_round.signals()),
-            extra_metrics=this_round.extra_metrics | metrics,
+            extra_metrics=metrics,
             drawn=drawn,
         )
 
     def _draw(self, number: int) -> tuple[list[Sequence], list[Sequence]]:
         """Returns the whole episodes of a round, and --batch-size of them that give a context.
 
-        With --contexts both are contexts of the next questions, one of each, drawn at random. Otherwise there are fewer
-        contexts if the limit of draws is reached; raises R3LiteError if there is none. Questions are drawn in batches,
-        since sampling many episodes together takes hardly longer than sampling one. Each further batch has as many
-        questions as should yield the missing contexts if the share of usable episodes stays as it was so far.
+        With --contexts both are the demonstrations of the next questions. Otherwise there are fewer contexts if the
+        limit of draws is reached; raises R3LiteError if there is none. Questions are drawn in batches, since sampling
+        many episodes together takes hardly longer than sampling one. Each further batch has as many questions as should
+        yield the missing contexts if the share of usable episodes stays as it was so far.
         """
         size = self.config.rl.batch_size
         drawn: list[Sequence] = []
         contexts: list[Sequence] = []
         questions, seeds = self.order.of_round(number, size)
         if self.contexts is not None:
-            for question, seed in zip(questions, seeds, strict=True):
-                contexts.append(random.Random(f"{seed}/context").choice(self.contexts[question.id]))
+            contexts = [self.contexts[question.id] for question in questions]
             return contexts, contexts
         attempt = 0
         while True:
@@ -164,50 +162,48 @@ def is_context(sequence: Sequence) -> bool:
 
 
 def check(config: PpoConfig) -> None:
-    """Raises UsageError for a setting that makes no sense with --learn answer or turn, and if the algorithm needs one.
-
-    `verifree` needs --learn answer.
-    """
+    """Raises UsageError if a setting makes no sense with --learn answer, or if the algorithm needs --learn answer."""
     rl = config.rl
-    if rl.learn != "answer" and ALGORITHMS[rl.algorithm].learns_right_answers:
-        raise UsageError(
-            f"--algorithm {rl.algorithm} learns last turns: pass --learn answer", code="algorithm-of-answers"
-        )
-    if not rl.learns_one_turn:
+    if rl.learn != "answer":
+        if ALGORITHMS[rl.algorithm].learns_right_answers:
+            raise UsageError(
+                f"--algorithm {rl.algorithm} learns last turns: pass --learn answer", code="algorithm-of-answers"
+            )
         return
-    learn = f"--learn {rl.learn}"
     if not learns_from_ends(ALGORITHMS[rl.algorithm]):
         names = ", ".join(name for name, algorithm in ALGORITHMS.items() if learns_from_ends(algorithm))
         raise UsageError(
-            f"{learn} compares the ends of a context, which {rl.algorithm} cannot: pass {names}",
+            f"--learn answer compares the ends of a context, which {rl.algorithm} cannot: pass {names}",
             code="ends-not-compared",
         )
     if config.retrieval.retriever == "none":
         raise UsageError(
-            f"{learn} needs retrieved documents, but --retriever is none", code="answers-without-documents"
+            "--learn answer needs retrieved documents, but --retriever is none", code="answers-without-documents"
         )
     if not any(protocol.can_search for protocol in protocols_of(config.protocol, config.mixture).values()):
         raise UsageError(
-            f"{learn} needs a --format that searches, which {config.protocol.format} does not",
+            f"--learn answer needs a --format that searches, which {config.protocol.format} does not",
             code="answers-without-searches",
         )
-    if rl.learn == "turn" and not rl.contexts:
-        raise UsageError("--learn turn learns turns of demonstrations: pass --contexts", code="turns-without-contexts")
     if rl.contexts and any("format" in entry for entry in config.mixture.sources or ()):
         raise UsageError(
             "--contexts needs sources of one format: pass --format, without a format of a source",
             code="contexts-of-formats",
         )
     if config.remote.rollout_server:
-        raise UsageError(f"{learn} does not work with --rollout-server: remove one", code="answers-from-workers")
+        raise UsageError("--learn answer does not work with --rollout-server: remove one", code="answers-from-workers")
     if rl.expand_limit or rl.refill_limit:
         name = "expand_limit" if rl.expand_limit else "refill_limit"
-        raise UsageError(f"{learn} does not work with {flag(name)}: pass {flag(name)} 0", code="answers-with-setting")
+        raise UsageError(
+            f"--learn answer does not work with {flag(name)}: pass {flag(name)} 0", code="answers-with-setting"
+        )
     if not config.reward.outcome_em:
-        raise UsageError(f"{learn} pays --outcome-em alone: pass --outcome-em above 0", code="answers-unrewarded")
+        raise UsageError("--learn answer pays --outcome-em alone: pass --outcome-em above 0", code="answers-unrewarded")
     for name in UNPAID_FOR_ANSWERS:
         if getattr(config.reward, name):
-            raise UsageError(f"{learn} pays --outcome-em alone: remove {flag(name)}", code="answers-reward-em-alone")
+            raise UsageError(
+                f"--learn answer pays --outcome-em alone: remove {flag(name)}", code="answers-reward-em-alone"
+            )
 
 
 def learns_from_ends(algorithm: type[Algorithm]) -> bool:

@@ -27,9 +27,8 @@ def check(config: PpoConfig, questions: Sequence[Question]) -> None:
         raise R3LiteError(
             cause, "Remove it, or train on questions with supporting facts.", code="expand-without-paragraphs"
         )
-    if config.rl.learns_one_turn and without_gold:  # their episodes could never give a context
-        counts = f"{without_gold} of {len(questions)} questions have none"
-        cause = f"--learn {config.rl.learn} needs gold paragraphs, but {counts}"
+    if config.rl.learn == "answer" and without_gold:  # their episodes could never give a context
+        cause = f"--learn answer needs gold paragraphs, but {without_gold} of {len(questions)} questions have none"
         raise R3LiteError(
             cause,
             "Pass questions with supporting facts or paragraphs, or --learn episode and an algorithm that takes it.",

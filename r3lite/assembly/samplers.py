@@ -1,4 +1,4 @@
-"""Chooses the sampler of a run's rounds: of whole episodes, or of ends of contexts for --learn answer and turn."""
+"""Chooses the sampler of a run's rounds: of whole episodes, or of ends of contexts for --learn answer."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +7,6 @@ from r3lite.assembly.answer_contexts import contexts_of
 from r3lite.assembly.answer_likelihood import LikelihoodSampler
 from r3lite.assembly.answer_round import AnswerSampler
 from r3lite.assembly.rl_round import RoundSampler
-from r3lite.assembly.turn_round import TurnSampler
 from r3lite.core.episode import Question
 from r3lite.datasets.rl_questions import Demonstrations
 from r3lite.rl.learner import Learner
@@ -24,17 +23,13 @@ def sampler_of(
 ) -> Callable[..., RoundSampler]:
     """Returns the class of a run's sampler, to be called with the fields of RoundSampler.
 
-    The further fields of the classes for --learn answer and turn are set already. `demonstrations` are those of
-    --contexts.
+    The further fields of the classes for --learn answer are set already. `demonstrations` are those of --contexts.
     """
-    if not config.rl.learns_one_turn:
+    if config.rl.learn != "answer":
         return RoundSampler
     contexts = None
     if config.rl.contexts:
-        all_turns = config.rl.learn == "turn"
-        contexts = contexts_of(questions, demonstrations, engine.layouts, all_turns=all_turns)
-    if config.rl.learn == "turn":
-        return partial(TurnSampler, contexts=contexts)
+        contexts = contexts_of(questions, demonstrations, engine.layouts)
     if not learner.algorithm.learns_right_answers:
         return partial(AnswerSampler, contexts=contexts)
     policy_logprobs = partial(learner.run_on_all_ranks, learner.policy_logprobs)

@@ -122,7 +122,7 @@ def rl_workload(
     adapter = _adapter(model, config.lora)
     sampling = _sampling(lengths, config.retrieval, episodes, shared)
     contexts = None
-    if rl.learns_one_turn:
+    if rl.learn == "answer":
         full_episodes = _sampling(lengths, config.retrieval, rl.batch_size, shared)
         contexts = Workload(**_base(model), **adapter, **full_episodes, shared=shared, trains=False)
         # Only the last turn is sampled. The tokens before it are given, and all episodes of a context share them.

@@ -56,8 +56,6 @@ PANELS = {
     "Outputs": (
         Panel("length", "Sampled tokens of an episode", {"completions/mean_length": "mean"}, unit="tokens"),
         Panel("searches", "Searches of an episode", {"searches": "mean"}),
-        Panel("ends", "Last turns",
-              {"ends/searching_ratio": "search", "ends/found_ratio": "find what is missing"}, unit="share"),
         Panel("form", "Form",
               {"format_adherence": "well-formed steps", "malformed_ratio": "malformed episodes",
                "completions/clipped_ratio": "cut-off episodes"}, unit="share"),

@@ -41,8 +41,8 @@ PAPERS = {
 }  # fmt: skip
 
 
-# The settings of rewards that --learn answer and turn do not use. These rewards are equal for all last turns that
-# follow the same turns, or teach something else than reading the documents.
+# The settings of rewards that --learn answer does not use. These rewards are equal for all last turns that follow
+# the same turns, or teach something else than reading the documents.
 UNPAID_FOR_ANSWERS = (
     "outcome_f1", "outcome_judge", "process_recall", "process_judge", "format_reward", "least_searches", "search_bonus",
     "idle_query_penalty", "rewards",
@@ -55,15 +55,12 @@ IMPLIED_BY_ALGORITHM = PAPERS | {"verifree": PAPERS["verifree"] | EXACT_MATCH_AL
 class RLSettings(Section):
     """Reinforcement learning."""
 
-    implied: ClassVar = {
-        "algorithm": IMPLIED_BY_ALGORITHM,
-        "learn": dict.fromkeys(("answer", "turn"), EXACT_MATCH_ALONE),
-    }
+    implied: ClassVar = {"algorithm": IMPLIED_BY_ALGORITHM, "learn": {"answer": EXACT_MATCH_ALONE}}
     needs: ClassVar = (
         NeedsOthers("expand_limit", "a --format that searches and a --retriever other than none", has_documents),
         Needs("kl_estimator kl_target", "--kl-beta above 0", lambda s: s.kl_beta),
         Needs("overlong_cache", "--overlong-penalty", lambda s: s.overlong_penalty),
-        Needs("contexts", "--learn answer or turn", lambda s: s.learns_one_turn),
+        Needs("contexts", "--learn answer", lambda s: s.learn == "answer"),
         Needs("teacher_adapter teacher_quantize", "--teacher", lambda s: s.teacher),
         Needs("teacher_top", "--teacher, or --teacher-logprobs in collect", lambda s: s.teacher),
     )
@@ -78,16 +75,14 @@ class RLSettings(Section):
     ones (2508.20324); dpo: pairs of better and worse episodes (2305.18290); verifree: last turns, rewarded by the
     probability of the right answer (2505.21493). Each sets its paper's defaults, which flags override; see
     docs/algorithms.md"""
-    learn: Literal["episode", "answer", "turn"] = "episode"
+    learn: Literal["episode", "answer"] = "episode"
     """episode: all turns of whole episodes; answer: only the last turn of episodes that retrieved every gold paragraph.
     Each round takes --batch-size such episodes, samples their last turn --num-generations times, and rewards exact
-    match alone; turn: one turn of the demonstrations of --contexts, but not the first. As long as a gold paragraph is
-    missing, the turn is rewarded if its query finds one, else by exact match (answer, turn: algorithms that compare the
-    episodes of a question)"""
+    match alone (algorithms that compare the episodes of a question)"""
     contexts: Annotated[tuple[str, ...] | None, DEMONSTRATIONS] = None
     """comma-separated files of demonstrations of the questions, as `collect` writes them. With --learn answer, their
-    last turns are sampled anew, in place of those of sampled episodes, with --learn turn any turn but the first;
-    questions without a demonstration are left out"""
+    last turns are sampled anew, in place of those of sampled episodes; questions without a demonstration are left out
+    """
     batch_size: Basic[Annotated[int, Bounds(low=1, high=4096)]] = 8
     """questions per round"""
     num_generations: Basic[Annotated[int, Bounds(low=1, high=1024)]] = 8
@@ -183,11 +178,6 @@ class RLSettings(Section):
     """number of most likely tokens used from each of --teacher's distributions; the rest count as one (dgpo)"""
     teacher_weight: Positive = 1.0
     """weight of the KL divergence from the teacher (dgpo)"""
-
-    @property
-    def learns_one_turn(self) -> bool:
-        """Tells whether only one turn of each episode is sampled and learned, after a context."""
-        return self.learn != "episode"
 
     @property
     def has_reference(self) -> bool:

@@ -119,8 +119,8 @@ class Algorithm:
 
     @property
     def max_sampled_tokens(self) -> int:
-        """The most tokens that may be sampled in an episode: in one turn with --learn answer or turn, else in all."""
-        if self.settings.learns_one_turn:
+        """The most tokens that may be sampled in an episode: in one turn with --learn answer, else in all turns."""
+        if self.settings.learn == "answer":
             return self.lengths.max_new_tokens
         return self.lengths.most_sampled
 
