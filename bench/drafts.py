@@ -119,6 +119,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("--group", type=int, default=1, help="episodes of each question")
     flags, config = episodes.parse(parser, "test.jsonl", argv)
+    if config.sampling.draft_tokens == 0:
+        parser.error("--draft-tokens 0 leaves nothing to compare")
     engine = timed_engine(config, flags.questions)
     if flags.replay:
         replayed = replay(flags.replay, engine.layout, flags.questions)

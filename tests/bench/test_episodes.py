@@ -30,8 +30,8 @@ def test_other_flags_are_settings_of_evaluate(tmp_path):
     data = tmp_path / "own.jsonl"
     rows = [{"id": f"{i}", "question": f"Who wrote {i}?", "answers": ["Ada"]} for i in range(3)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    own = ["--preset", "hotpotqa", "--data", str(data), "--dtype", "bf16", "--pairs", "2", "--model-name", "A"]
-    flags, config = episodes.parse(episodes.parser(None), "test.jsonl", own)
+    arguments = ["--preset", "hotpotqa", "--data", str(data), "--dtype", "bf16", "--pairs", "2", "--model-name", "A"]
+    flags, config = episodes.parse(episodes.parser(None), "test.jsonl", arguments)
     assert (flags.pairs, flags.model_name, config.lengths.max_hops) == (2, "A", 4)
     assert config.retrieval.corpus is None
     assert options.precision(config.model).dtype == torch.bfloat16
@@ -43,3 +43,9 @@ def test_other_flags_are_settings_of_evaluate(tmp_path):
 def test_a_flag_that_neither_has_is_refused():
     with raises(UsageError, "unknown-argument", "--qestions"):
         episodes.parse(episodes.parser(None), "test.jsonl", ["--qestions", "2"])
+
+
+def test_drafts_of_no_tokens_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        drafts.main(["--draft-tokens", "0"])
+    assert "--draft-tokens 0 leaves nothing to compare" in capsys.readouterr().err
