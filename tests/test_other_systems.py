@@ -1,6 +1,7 @@
 """What differs on Windows and macOS, put in place here: paths, line ends, consoles, locked files, absent modules."""
 
 import ast
+import functools
 import io
 import json
 import os
@@ -31,13 +32,19 @@ from r3lite.training import checkpoint
 from tests.errors import raises
 
 ROOT = Path(__file__).parent.parent
-NODES = [
-    (path.name, node)
-    for path in sorted((ROOT / "r3lite").rglob("*.py"))
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    if isinstance(node, (ast.Import, ast.Attribute, ast.Call))
-]
 WORLD = shipped("data", "world")
+
+
+@functools.cache
+def package_nodes() -> list[tuple[str, ast.AST]]:
+    """The imports, attributes and calls of the package, each with the name of its file."""
+    return [
+        (path.name, node)
+        for path in sorted((ROOT / "r3lite").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Import, ast.Attribute, ast.Call))
+    ]
+
 
 # Modules and functions that Windows lacks
 
@@ -47,7 +54,7 @@ def test_what_windows_lacks_is_asked_for_only_where_there_is_another_way():
     of_os = {"fork", "forkpty", "getuid", "geteuid", "killpg", "setsid", "mkfifo", "statvfs", "uname", "nice", "chown"}
     of_signal = {"SIGKILL", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP", "alarm", "setitimer", "pthread_sigmask"}
     imported, used = set(), set()
-    for file, node in NODES:
+    for file, node in package_nodes():
         if isinstance(node, ast.Import):
             imported |= {(file, alias.name) for alias in node.names if alias.name in lacking}
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -60,7 +67,7 @@ def test_what_windows_lacks_is_asked_for_only_where_there_is_another_way():
 def test_every_text_file_is_opened_with_its_encoding():
     """Windows takes that of the country if none is named."""
     bare = []
-    for file, node in NODES:
+    for file, node in package_nodes():
         if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
@@ -80,10 +87,10 @@ for name in ("fork", "getuid", "getloadavg", "sysconf", "sysconf_names"):
 for name in ("SIGKILL", "SIGHUP", "SIGALRM", "SIGUSR1"):
     vars(signal).pop(name, None)
 for name in {COMMANDS}:
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         importlib.import_module("r3lite." + name).main(["--help"])
-    assert "--output" in said.getvalue() or "--preset" in said.getvalue(), name
+    assert "--output" in output.getvalue() or "--preset" in output.getvalue(), name
 print("all of them")
 """
 
@@ -100,10 +107,10 @@ def test_a_console_of_256_letters_is_printed_to(monkeypatch, tmp_path):
     """A title that it has no letters for ended the command with a traceback, after its work was done."""
     printed = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="cp1252"))
-    said = command.Command("sft", SftConfig(), lambda config: print("Gr\u00f6\u00dfe \u6570 \U0001f600"))
+    sft_command = command.Command("sft", SftConfig(), lambda config: print("Gr\u00f6\u00dfe \u6570 \U0001f600"))
     data = tmp_path / "data.jsonl"
     data.touch()
-    assert said(["--data", str(data)]) == 0
+    assert sft_command(["--data", str(data)]) == 0
     assert printed.getvalue() == b"Gr\xf6\xdfe \\u6570 \\U0001f600" + os.linesep.encode()
 
 
@@ -113,16 +120,18 @@ def test_a_console_of_256_letters_is_printed_to(monkeypatch, tmp_path):
 @pytest.fixture
 def locked(monkeypatch):
     """Has so many renames fail as they do on Windows while a file is open; `waited` are the pauses between tries."""
-    rename, waited, left = os.replace, [], [0]
+    rename = os.replace
+    waited = []
+    failures_left = [0]
 
     def replace(source, target):
-        if left[0]:
-            left[0] -= 1
+        if failures_left[0]:
+            failures_left[0] -= 1
             raise PermissionError(13, "The process cannot access the file", str(target))
         rename(source, target)
 
     def lock(times: int) -> list[float]:
-        left[0] = times
+        failures_left[0] = times
         waited.clear()
         return waited
 
@@ -196,12 +205,12 @@ def test_a_drive_is_not_taken_for_something_else(tmp_path, monkeypatch):
     settings = RetrievalSettings(source_index=("News=C:\\news-index",))
     settings.check()
     assert settings.by_kind["News"].index == "C:\\news-index" and not settings.is_remote
-    given = ["--data", "C:\\data\\new\\t.jsonl", "--output", "C:\\runs\\a b", "--adapter", "\\\\server\\x"]
-    config = resolve("sft", SftConfig(), given)
+    arguments = ["--data", "C:\\data\\new\\t.jsonl", "--output", "C:\\runs\\a b", "--adapter", "\\\\server\\x"]
+    config = resolve("sft", SftConfig(), arguments)
     write_text("config.toml", to_toml(config, "sft"))
     assert load_toml(Path("config.toml"))["sft"]["data"] == "C:\\data\\new\\t.jsonl"
-    again = resolve("sft", SftConfig(), ["--config", "config.toml"])
-    assert again.common.output == "C:\\runs\\a b" and again.data == config.data
+    restored = resolve("sft", SftConfig(), ["--config", "config.toml"])
+    assert restored.common.output == "C:\\runs\\a b" and restored.data == config.data
 
 
 # Line ends and byte order marks, as editors on Windows write them
@@ -235,16 +244,16 @@ def test_line_ends_and_marks_of_windows_change_nothing(tmp_path, monkeypatch, na
     """A mark at the beginning of a prompt file was given to the model as its first token."""
     text, read = READERS[name]
     monkeypatch.chdir(tmp_path)
-    found = []
+    parsed = []
     for ends, mark in (("\n", b""), ("\r\n", b""), ("\r\n", b"\xef\xbb\xbf")):
         content = mark + text.replace("\n", ends).encode()
         if read is None:  # a document, of which spaces do not count
             sections = documents.READERS[Path(name).suffix](content.decode("utf-8-sig"), name)
-            found.append([(s.title, s.head, s.text.split()) for s in sections])
+            parsed.append([(s.title, s.head, s.text.split()) for s in sections])
             continue
         Path(name).write_bytes(content)
-        found.append(read(name))
-    assert found[0] == found[1] == found[2]
+        parsed.append(read(name))
+    assert parsed[0] == parsed[1] == parsed[2]
 
 
 # A whole way in a folder of blanks and foreign letters, on such a console, with ids that no file can be named by
@@ -279,8 +288,8 @@ def test_a_way_through_the_commands_in_a_folder_of_other_letters(tmp_path):
     (here / "d\u00f6 cs" / "\u6570 \u636e.md").write_bytes("# Gr\u00f6\u00dfe\r\n\r\n\u6570\u636e ist 5.\r\n".encode())
     (here / "d\u00f6 cs" / "t.csv").write_bytes("title;text\r\n\u00c4;\u00d6l ist teuer\r\n".encode())
 
-    def lines(name: str, most: int) -> list[str]:
-        return (WORLD / name).read_text(encoding="utf-8").splitlines()[:most]
+    def lines(name: str, limit: int) -> list[str]:
+        return (WORLD / name).read_text(encoding="utf-8").splitlines()[:limit]
 
     (here / "c.jsonl").write_bytes("\r\n".join(lines("corpus.jsonl", 60)).encode())
     rows = [json.loads(line) | {"id": id} for line, id in zip(lines("train.jsonl", len(IDS)), IDS, strict=True)]
@@ -289,9 +298,9 @@ def test_a_way_through_the_commands_in_a_folder_of_other_letters(tmp_path):
     arguments = [sys.executable, "-X", "warn_default_encoding", "-c", WAY]
     run = subprocess.run(arguments, cwd=here, env=environment, capture_output=True, timeout=300)
     assert run.returncode == 0, run.stderr.decode("cp1252", "replace")[-2000:]
-    made = [path.relative_to(here) for path in here.rglob("*")]
-    names = [str(path).casefold() for path in made]
+    paths = [path.relative_to(here) for path in here.rglob("*")]
+    names = [str(path).casefold() for path in paths]
     assert len(set(names)) == len(names)  # no two that a folder of Windows would take for one
-    parts = {part for path in made for part in path.parts}
+    parts = {part for path in paths for part in path.parts}
     assert not parts & set(IDS) and not any(set(part) & set('<>:"|?*\\') or part[-1] in ". " for part in parts)
-    assert b"\\u6570" in run.stdout and max(len(str(path)) for path in made) < 100
+    assert b"\\u6570" in run.stdout and max(len(str(path)) for path in paths) < 100

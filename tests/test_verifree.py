@@ -134,10 +134,10 @@ def test_metrics_and_episodes_have_likelihoods_as_rewards(trial):
 
 
 def test_right_answers_become_more_likely(cold, tmp_path):
-    """Six rounds on the same eight questions."""
-    flags = ["--preset", "tiny", "--data", str(WORLD / "train.jsonl"), "--limit", "8", "--retriever", "golden"]
+    """Six rounds on the same four questions."""
+    flags = ["--preset", "tiny", "--data", str(WORLD / "train.jsonl"), "--limit", "4", "--retriever", "golden"]
     flags += ["--adapter", str(cold / "sft"), "--algorithm", "verifree", "--contexts", str(cold / "rows.jsonl")]
-    flags += ["--batch-size", "8", "--num-generations", "8", "--max-steps", "6", "--mini-batch-size", "4096"]
+    flags += ["--batch-size", "4", "--num-generations", "8", "--max-steps", "6", "--mini-batch-size", "4096"]
     flags += ["--learning-rate", "1e-3", "--warmup", "0", "--dtype", "fp32", "--max-new-tokens", "64"]
     assert ppo.main([*flags, "--output", str(tmp_path / "run")]) == 0
     rewards = [record["reward"] for record in logged(tmp_path / "run", "metrics.jsonl")]
