@@ -87,8 +87,8 @@ class Job:
 
     stage: Stage
     process: subprocess.Popen
-    begun: float
-    ended: float | None = None
+    start_time: float
+    end_time: float | None = None
     terminated: float | None = None  # when it got SIGTERM
     interrupted: bool = False  # it got SIGTERM because the run was interrupted
     result: Path | None = None  # the folder of the adapter that an ended training wrote
@@ -96,7 +96,7 @@ class Job:
     @property
     def state(self) -> str:
         """RUNNING, COMPLETE, INTERRUPTED, ENDED or FAILED."""
-        if self.ended is None:
+        if self.end_time is None:
             return RUNNING
         if self.process.returncode == 0:
             return COMPLETE
@@ -129,7 +129,7 @@ class Run:
     @property
     def running(self) -> list[Job]:
         """The jobs whose processes have not ended."""
-        return [job for job in self.jobs.values() if job.ended is None]
+        return [job for job in self.jobs.values() if job.end_time is None]
 
     def go(self) -> None:
         """Starts and ends stages until all have ended and no other may start."""
@@ -157,7 +157,7 @@ class Run:
         cold = self.evaluate(COLD, seed, adapter)
         for label in TRAININGS:
             training = self.train(label, seed, adapter)
-            if training is None or training.ended is None:
+            if training is None or training.end_time is None:
                 return
             if training.result is None:
                 continue
@@ -276,21 +276,23 @@ class Run:
         seconds is reserved, or more if the time of a running evaluation so far calls for more.
         """
         evaluations = [job for job in self.jobs.values() if job.stage.kind == "evaluate"]
-        measured = [job.ended - job.begun for job in evaluations if is_complete(job)]
+        measured = [job.end_time - job.start_time for job in evaluations if is_complete(job)]
         if measured:
             return reserved(self.total, max(measured))
         estimates = [reserved(self.total, None)]
         for job in evaluations:
-            if job.ended is None:
-                estimates.append(reserved(self.total, self.now - job.begun))
+            if job.end_time is None:
+                estimates.append(reserved(self.total, self.now - job.start_time))
         return max(estimates)
 
     def record_end(self, job: Job) -> None:
         """Records that a job has ended, and prints its state; of a failed one also the end of its log."""
-        job.ended = self.now
+        job.end_time = self.now
         if job.stage.kind == "train":
             job.result = card_state.adapter_of(self.folder / job.stage.name)
-        print(f"{self.now:6.1f} s  {job.stage.name}: {job.state} after {job.ended - job.begun:.1f} s", flush=True)
+        print(
+            f"{self.now:6.1f} s  {job.stage.name}: {job.state} after {job.end_time - job.start_time:.1f} s", flush=True
+        )
         if job.state == FAILED:
             for line in card_state.last_lines(self.folder / f"{job.stage.name}.log", self.folder):
                 print(f"          {line}", file=sys.stderr)
@@ -317,9 +319,9 @@ class Run:
         """Returns the record of a stage: its state and command, and the figures that its output has so far."""
         stage = job.stage
         output = self.folder / stage.name
-        end = self.now if job.ended is None else job.ended
+        end = self.now if job.end_time is None else job.end_time
         row = {"stage": stage.name, "kind": stage.kind, "label": stage.label, "seeds": list(stage.seeds)}
-        row |= {"state": job.state, "status": job.process.returncode, "seconds": round(end - job.begun, 1)}
+        row |= {"state": job.state, "status": job.process.returncode, "seconds": round(end - job.start_time, 1)}
         row |= {"command": stage.command_line, "log": f"{output}.log", "from": stage.adapter}
         if job.state == FAILED:
             row["last_lines"] = card_state.last_lines(Path(f"{output}.log"), self.folder)

@@ -238,7 +238,7 @@ def in_its_own_process(case: Case, flags: argparse.Namespace) -> dict:
     return json.loads(finished.stdout.strip().splitlines()[-1])
 
 
-def chosen(flags: argparse.Namespace) -> list[Case]:
+def selected_cases(flags: argparse.Namespace) -> list[Case]:
     """Returns the cases that the flags select."""
     if flags.row:
         return [Case("0.5B", "sft", 1024)]
@@ -261,7 +261,7 @@ def main() -> None:
     case_records: list[dict] = []
     run = {"section": "peak memory", **records.provenance(precision), "note": "", "records": case_records}
     print(f"{records.conditions(run)}\n\n{records.head(COLUMNS)}")
-    for case in chosen(flags):
+    for case in selected_cases(flags):
         record = in_its_own_process(case, flags)
         case_records.append(record)
         print(records.row(record, COLUMNS) + record.get("error", ""), flush=True)

@@ -131,13 +131,13 @@ def initialize(model: CausalLM, generator: torch.Generator) -> None:
     basis = torch.linalg.qr(torch.randn(c.hidden_size, c.hidden_size, generator=generator)).Q
     token, carried = basis[:D], basis[D : 2 * D]  # [D, C]: what is read of a token, and where the one before is written
     frequencies = c.rope_theta ** (-torch.arange(half) / half)
-    before, lookup = model.model.layers[0].self_attn, model.model.layers[1].self_attn
-    before.q_proj.weight.data[:D] *= 0.1
-    before.k_proj.weight.data[:D] *= 0.1
-    before.q_proj.bias.data[:D] = 4 * torch.cat((frequencies.cos(), -frequencies.sin()))
-    before.k_proj.bias.data[:half] = 4.0
-    before.v_proj.weight.data[:D] = token
-    before.o_proj.weight.data[:, :D] = 0.1 * carried.T
+    previous, lookup = model.model.layers[0].self_attn, model.model.layers[1].self_attn
+    previous.q_proj.weight.data[:D] *= 0.1
+    previous.k_proj.weight.data[:D] *= 0.1
+    previous.q_proj.bias.data[:D] = 4 * torch.cat((frequencies.cos(), -frequencies.sin()))
+    previous.k_proj.bias.data[:half] = 4.0
+    previous.v_proj.weight.data[:D] = token
+    previous.o_proj.weight.data[:, :D] = 0.1 * carried.T
     far = (frequencies < 0.003).repeat(2)[:, None]  # only slow pairs can match a token hundreds of positions away
     lookup.q_proj.weight.data[:D] = 4 * token * far
     lookup.k_proj.weight.data[:D] = carried * far
@@ -152,11 +152,11 @@ def train(model: CausalLM, tokenizer: Tokenizer, options: argparse.Namespace, sa
     """
     named = list(model.named_parameters())
     matrices = [p for name, p in named if p.dim() == 2 and "embed" not in name]
-    rest = [p for name, p in named if p.dim() != 2 or "embed" in name]
+    other_parameters = [p for name, p in named if p.dim() != 2 or "embed" in name]
     rates = (options.learning_rate * 2.5, options.learning_rate)
     optimizers = (
         torch.optim.Muon(matrices, lr=rates[0], weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=rates[1], betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+        torch.optim.AdamW(other_parameters, lr=rates[1], betas=(0.9, 0.98), weight_decay=0.0, fused=True),
     )
     start, rng, mean, step = time.time(), random.Random(f"{options.seed}-pretraining"), None, 0
     for (ids, weights), used in batches(rng, tokenizer, options.tokens, options.batch_tokens):
@@ -193,7 +193,7 @@ def measure(model: CausalLM, tokenizer: Tokenizer, seed: int, count: int) -> dic
     tasks["comparison"] = lambda w, r: chain_between(w, r, w.comparison(), 2)
     figures = {}
     for name, make in tasks.items():
-        rng, right, asked = random.Random(f"{seed}-held-out-{name}"), 0, 0
+        rng, right, total = random.Random(f"{seed}-held-out-{name}"), 0, 0
         for _ in range(count // 16):
             rows = [encode(tokenizer, make(World(rng, "dev", SIZES), rng)) for _ in range(16)]
             ids, weights = collate(rows)
@@ -201,15 +201,15 @@ def measure(model: CausalLM, tokenizer: Tokenizer, seed: int, count: int) -> dic
                 guess = F.linear(model(ids[:, :-1]), model.head_weight).argmax(-1)
             wrong = (guess != ids[:, 1:]) & (weights[:, 1:] == SAID)
             if name.startswith("copy"):  # every answer by itself: spans are separated by tokens without a full weight
-                said = weights[:, 1:] == SAID
-                span = (said & ~F.pad(said, (1, 0))[:, :-1]).cumsum(1)
+                is_said = weights[:, 1:] == SAID
+                span = (is_said & ~F.pad(is_said, (1, 0))[:, :-1]).cumsum(1)
                 spans, failed = int(span.max(1).values.sum()), 0
                 for row in range(len(rows)):
                     failed += span[row][wrong[row]].unique().numel()
-                right, asked = right + spans - failed, asked + spans
+                right, total = right + spans - failed, total + spans
             else:
-                right, asked = right + int((~wrong.any(1)).sum()), asked + len(rows)
-        figures[name] = right / asked
+                right, total = right + int((~wrong.any(1)).sum()), total + len(rows)
+        figures[name] = right / total
     return figures
 
 
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, nargs=5, default=(256, 512, 4, 4, 2), help=sizes)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    began = time.time()
+    start = time.time()
     tokenizer = train_tokenizer(random.Random(f"{options.seed}-tokenizer"), 1024)
     model = CausalLM(ModelConfig(1024, *options.size, rope_theta=1e6, max_position_embeddings=4096))
     initialize(model, torch.Generator().manual_seed(options.seed))
@@ -338,7 +338,7 @@ def main() -> None:
     train(model, tokenizer, options, lambda: write_checkpoint(options.output, model, tokenizer))
     write_checkpoint(options.output, model, tokenizer)
     figures = measure(model, tokenizer, options.seed + 1, 512)
-    minutes = (time.time() - began) / 60
+    minutes = (time.time() - start) / 60
     write_readme(options.output, model, options.seed, options.tokens, minutes, figures)
     print(json.dumps({"minutes": round(minutes, 1), **{k: round(v, 3) for k, v in figures.items()}}))
 

@@ -53,7 +53,7 @@ def turn(role: str, *parts: tuple[str, float]) -> list[tuple[str, float]]:
     return [(f"{TURN}{role}\n", 0.0), *parts, (STOP, SAID if role == "assistant" else 0.0), ("\n", 0.0)]
 
 
-def shown(articles: list[dict], rng: random.Random) -> list[tuple[str, float]]:
+def numbered_articles(articles: list[dict], rng: random.Random) -> list[tuple[str, float]]:
     """Numbered articles. Where a title comes back in its text, it can be copied, so it counts more."""
     parts = [(rng.choice(FOUND), 0.0)]
     for n, article in enumerate(articles, 1):
@@ -71,28 +71,28 @@ def hop_answer(hop) -> tuple[str, float]:
 def around(world: World, rng: random.Random, subjects: list, extra: int) -> list[dict]:
     """The subjects' articles and `extra` others, first those that mention a subject, as a search would find them."""
     gold = [s.article for s in subjects]
-    others = [a for a in world.articles() if a not in gold]
-    rng.shuffle(others)
+    other_articles = [a for a in world.articles() if a not in gold]
+    rng.shuffle(other_articles)
     if rng.random() < 0.7:
-        others.sort(key=lambda a: not any(s.name in a["text"] for s in subjects))
-    picked = gold + others[:extra]
+        other_articles.sort(key=lambda a: not any(s.name in a["text"] for s in subjects))
+    picked = gold + other_articles[:extra]
     rng.shuffle(picked)
     return picked
 
 
 def reading(world: World, rng: random.Random, count: int) -> list[tuple[str, float]]:
-    return [*shown(rng.sample(world.articles(), count), rng), (END, HEARD)]
+    return [*numbered_articles(rng.sample(world.articles(), count), rng), (END, HEARD)]
 
 
 def recital(world: World, rng: random.Random) -> list[tuple[str, float]]:
     """Names, and the same in another order: the shortest text that rewards copying what followed a word before."""
     names = [e.name for e in rng.sample(world.order, rng.randint(4, 9))]
-    again = rng.sample(names, len(names))
+    reordered = rng.sample(names, len(names))
     return (
         [("Names:", 0.0)]
         + [(f" {name},", 0.0) for name in names]
         + [("\nAgain:", 0.0)]
-        + [(f" {name},", SAID) for name in again]
+        + [(f" {name},", SAID) for name in reordered]
         + [(END, 0.0)]
     )
 
@@ -100,9 +100,9 @@ def recital(world: World, rng: random.Random) -> list[tuple[str, float]]:
 def lesson(world: World, rng: random.Random, count: int) -> list[tuple[str, float]]:
     """Articles, then questions about any of their facts, each answered after being said again."""
     subjects = rng.sample(world.order, count)
-    parts = turn("user", *shown([s.article for s in subjects], rng))
-    asked = [world.hop(s, name) for s in subjects for name in s.facts]
-    for hop in rng.sample(asked, min(len(asked), 5)):
+    parts = turn("user", *numbered_articles([s.article for s in subjects], rng))
+    hops = [world.hop(s, name) for s in subjects for name in s.facts]
+    for hop in rng.sample(hops, min(len(hops), 5)):
         parts += turn("user", (hop.question, 0.0)) + turn("assistant", hop_answer(hop))
     return parts
 
@@ -111,11 +111,11 @@ def catechism(world: World, rng: random.Random, count: int) -> list[tuple[str, f
     """Articles, then all that can be asked about them in one turn: the most answers to learn from per token read."""
     subjects = rng.sample(world.order, count)
     hops = [world.hop(s, name) for s in subjects for name in s.facts]
-    said = [
+    answers = [
         part for h in rng.sample(hops, len(hops)) for part in ((f" {h.question}", HEARD), (f" {h.answer.name}.", SAID))
     ]
-    return turn("user", *shown([s.article for s in subjects], rng)) + turn(
-        "assistant", ("Here is all of it:", HEARD), *said
+    return turn("user", *numbered_articles([s.article for s in subjects], rng)) + turn(
+        "assistant", ("Here is all of it:", HEARD), *answers
     )
 
 
@@ -137,21 +137,21 @@ def verdict(chain, rng: random.Random) -> list[tuple[str, float]]:
 
 def chain_after(world: World, rng: random.Random, chain, extra: int) -> list[tuple[str, float]]:
     """All articles and the question in one turn, then the hops as plain sentences, then the answer."""
-    articles = shown(around(world, rng, [h.subject for h in chain.hops], extra), rng)
+    articles = numbered_articles(around(world, rng, [h.subject for h in chain.hops], extra), rng)
     question = [(chain.question, 0.0)]
     first, second = (articles, question) if rng.random() < 0.5 else (question, articles)
-    said = [part for h in chain.hops for part in ((" ", 0.0), hop_answer(h))][1:]
-    return turn("user", *first, ("\n", 0.0), *second) + turn("assistant", *said, *verdict(chain, rng))
+    reasoning = [part for h in chain.hops for part in ((" ", 0.0), hop_answer(h))][1:]
+    return turn("user", *first, ("\n", 0.0), *second) + turn("assistant", *reasoning, *verdict(chain, rng))
 
 
 def chain_between(world: World, rng: random.Random, chain, extra: int) -> list[tuple[str, float]]:
     """The question first; the articles of each hop come only after it has been asked."""
     parts = turn("user", (chain.question, 0.0))
-    said = [(rng.choice(FIRST), ASKED)]
+    reply = [(rng.choice(FIRST), ASKED)]
     for hop in chain.hops:
-        parts += turn("assistant", *said, (f" {hop.question}", SAID), (rng.choice(WAIT), ASKED))
-        parts += turn("user", *shown(around(world, rng, [hop.subject], extra), rng))
-        said = [hop_answer(hop), (" " + rng.choice(NEXT), ASKED)]
+        parts += turn("assistant", *reply, (f" {hop.question}", SAID), (rng.choice(WAIT), ASKED))
+        parts += turn("user", *numbered_articles(around(world, rng, [hop.subject], extra), rng))
+        reply = [hop_answer(hop), (" " + rng.choice(NEXT), ASKED)]
     return parts + turn("assistant", hop_answer(chain.hops[-1]), *verdict(chain, rng))
 
 

@@ -166,10 +166,10 @@ class World:
     def _article(self, entity: Entity, identifier: str) -> dict:
         """Two or three sentences; the one that names the subject and its kind first, the others in any order."""
         relations = [r for r in BY_SUBJECT[entity.kind] if r.name in entity.facts]
-        rest = relations[1:]
-        self.rng.shuffle(rest)
+        other_relations = relations[1:]
+        self.rng.shuffle(other_relations)
         text = " ".join(self.rng.choice(r.sentences).format(s=entity.name, o=entity.facts[r.name].name)
-                        for r in relations[:1] + rest)
+                        for r in relations[:1] + other_relations)
         return {"id": identifier, "title": entity.name, "text": text}
 
     def articles(self) -> list[dict]:
@@ -185,15 +185,15 @@ class World:
         """A random question of `hops` hops; no article is needed twice."""
         while True:
             entity = start = self.rng.choice(self.order)
-            seen, relations = {id(start)}, []
+            visited, relations = {id(start)}, []
             while len(relations) < hops and entity.kind in BY_SUBJECT:
                 choices = [r for r in BY_SUBJECT[entity.kind]
-                           if r.name in entity.facts and id(entity.facts[r.name]) not in seen]
+                           if r.name in entity.facts and id(entity.facts[r.name]) not in visited]
                 if not choices:
                     break
                 relations.append(self.rng.choice(choices))
                 entity = entity.facts[relations[-1].name]
-                seen.add(id(entity))
+                visited.add(id(entity))
             if len(relations) == hops:
                 return self._chain_of(start, relations)
 
@@ -213,11 +213,12 @@ class World:
         relation = self.rng.choice([r for r in RELATIONS if r.name in SAME_VALUE])
         kin = [e for e in self.entities[relation.subject] if relation.name in e.facts]
         a, want = self.rng.choice(kin), self.rng.random() < 0.5
-        others = [e for e in kin if e is not a]
-        b = self.rng.choice([e for e in others if (e.facts[relation.name] is a.facts[relation.name]) == want] or others)
+        value = a.facts[relation.name]
+        candidates = [e for e in kin if e is not a]
+        b = self.rng.choice([e for e in candidates if (e.facts[relation.name] is value) == want] or candidates)
         hops = tuple(Hop(q := relation.question.format(s=e.name), q, e, e.facts[relation.name]) for e in (a, b))
-        same = a.facts[relation.name] is b.facts[relation.name]
-        return Chain("comparison", SAME_VALUE[relation.name].format(a=a.name, b=b.name), "yes" if same else "no", hops)
+        answer = "yes" if b.facts[relation.name] is value else "no"
+        return Chain("comparison", SAME_VALUE[relation.name].format(a=a.name, b=b.name), answer, hops)
 
     def distractors(self, chain: Chain, count: int) -> list[dict]:
         """Articles that answer no hop, half of them about the same kinds of things."""
@@ -248,13 +249,13 @@ class World:
 
     def rows(self, counts: dict[str, int]) -> list[dict]:
         """`counts` questions by kind ("2hop", "3hop", "4hop", "comparison"), all different, shuffled."""
-        chains, asked = [], set()
+        chains, questions = [], set()
         for kind, count in counts.items():
             wanted = len(chains) + count
             while len(chains) < wanted:
                 chain = self.comparison() if kind == "comparison" else self.chain(int(kind[0]))
-                if chain.question not in asked:
-                    asked.add(chain.question)
+                if chain.question not in questions:
+                    questions.add(chain.question)
                     chains.append(chain)
         self.rng.shuffle(chains)
         return [self.row(chain, n) for n, chain in enumerate(chains)]
@@ -267,11 +268,11 @@ def write_world(folder: pathlib.Path, seed: int = 0) -> dict[str, int]:
             "test": {"test": {"2hop": 100, "3hop": 100, "4hop": 100}, "test_comparison": {"comparison": 60}}}
     larger = {kind: 2 * n for kind, n in SAMPLE_SIZES.items()}
     files: dict[str, list[dict]] = {"corpus": []}
-    for split, asked in plan.items():
+    for split, counts_by_file in plan.items():
         sizes = larger if split == "train" else SAMPLE_SIZES
         world = World(random.Random(f"{seed}-{split}"), split, sizes)
         files["corpus"] += world.articles()
-        files |= {name: world.rows(counts) for name, counts in asked.items()}
+        files |= {name: world.rows(counts) for name, counts in counts_by_file.items()}
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in files.items():
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)

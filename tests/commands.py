@@ -51,3 +51,8 @@ CONFIGS = {
     "plan": (PlanSftConfig(), "sft"),
     "plan of RL": (PlanRlConfig(), "ppo"),
 }
+
+
+def argument(words: list[str], flag: str) -> str:
+    """The value of a flag on a command line."""
+    return words[words.index(flag) + 1]

@@ -32,8 +32,8 @@ def shows(output: str, code: str, *values: object) -> bool:
         pattern = re.escape(text).replace(re.escape("{}"), "(?s:.*?)")
         # Commands indent the remedy; `explained` adds a reason to the cause.
         pattern = pattern.replace(re.escape("\n"), r"[^\n]*\n  ")
-        found = re.search(f"{pattern}[^\n]*", output)
-        if found and all(str(value) in found[0] for value in values):
+        match = re.search(f"{pattern}[^\n]*", output)
+        if match and all(str(value) in match[0] for value in values):
             return True
     return False
 

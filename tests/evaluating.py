@@ -81,3 +81,9 @@ def ask(k, query):
 
 def answer(k, text):
     return f"Step {k}:\nThe problem analysis: So.\nThe final answer: {text}"
+
+
+def read_results(folder):
+    """The scores and the predictions of an evaluation."""
+    lines = (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    return json.loads((folder / "scores.json").read_text()), [json.loads(line) for line in lines]

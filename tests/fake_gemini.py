@@ -25,14 +25,14 @@ class Answer:
     endless: bool = False  # the body has no end
 
 
-def said(text, finish="STOP", tokens=(100, 10), **more):
+def text_reply(text, finish="STOP", tokens=(100, 10), **fields):
     """A reply with a text; `tokens` are those read and those written."""
     candidate = {"content": {"role": "model", "parts": [{"text": text}]}, "finishReason": finish}
     usage = {"promptTokenCount": tokens[0], "candidatesTokenCount": tokens[1], "totalTokenCount": sum(tokens)}
-    return Answer({"candidates": [candidate], "usageMetadata": usage}, **more)
+    return Answer({"candidates": [candidate], "usageMetadata": usage}, **fields)
 
 
-def failed(status, message="no", name="", headers=None, details=()):
+def error_reply(status, message="no", name="", headers=None, details=()):
     error = {"code": status, "message": message, "status": name, "details": list(details)}
     return Answer({"error": error}, status, headers or {})
 
@@ -41,7 +41,7 @@ class FakeGemini:
     """`script` is said in order, its last entry again and again; or it is a function of the request's JSON."""
 
     def __init__(self):
-        self.script, self.requests, self.at_once, self._now = [], [], 0, 0
+        self.script, self.requests, self.at_once, self._in_flight = [], [], 0, 0
         self.given_up = self.sent = 0  # replies that the client did not wait for; bytes of endless bodies
         self._lock = threading.Lock()
         fake = self
@@ -52,7 +52,7 @@ class FakeGemini:
                 answer = fake._next(self.path, dict(self.headers), body)
                 time.sleep(answer.delay)
                 with fake._lock:
-                    fake._now -= 1
+                    fake._in_flight -= 1
                 data = answer.body if isinstance(answer.body, bytes) else json.dumps(answer.body).encode()
                 try:
                     self.answer(answer, data)
@@ -90,8 +90,8 @@ class FakeGemini:
 
     def _next(self, path, headers, body):
         with self._lock:
-            self._now += 1
-            self.at_once = max(self.at_once, self._now)
+            self._in_flight += 1
+            self.at_once = max(self.at_once, self._in_flight)
             self.requests.append((path, headers, body))
             if callable(self.script):
                 return self.script(body)
@@ -139,14 +139,3 @@ def client(gemini, clock):
         return Client(JudgeSettings(**settings), cache, clock=clock, sleep=clock.sleep)
 
     return make
-
-
-@pytest.fixture
-def answers():
-    """What makes the server's answers: conftest.py cannot be imported by tests."""
-
-    class Answers:
-        pass
-
-    Answers.said, Answers.failed, Answers.KEY = staticmethod(said), staticmethod(failed), KEY
-    return Answers

@@ -84,22 +84,22 @@ class FakeVllm(ThreadingHTTPServer):
                 raise Bad(400, f"{key}: Input should be a valid {FIELDS[key].__name__}")
             if key in NEUTRAL and value != NEUTRAL[key]:
                 raise Bad(400, f"{key} is {value}: this imitation samples from the whole distribution")
-        name, ids, most = body["model"], list(body["prompt"]), body["max_tokens"]
+        name, ids, max_tokens = body["model"], list(body["prompt"]), body["max_tokens"]
         if name not in self.loaded and name != "base":
             raise Bad(404, f"The model `{name}` does not exist.")
-        if not ids or not all(type(i) is int and i >= 0 for i in ids) or not 0 < most <= self.longest - len(ids):
+        if not ids or not all(type(i) is int and i >= 0 for i in ids) or not 0 < max_tokens <= self.longest - len(ids):
             raise Bad(400, "the prompt must be token ids, and max_tokens fit into the context")
         if body.get("stop") and not body.get("include_stop_str_in_output"):
             raise Bad(400, "the text would lack the stop string that its tokens have")
-        written, logprobs, reason = [], [], "length"
+        generated, logprobs, reason = [], [], "length"
         generator = torch.Generator().manual_seed(body.get("seed", 0))
         cache = KVCache.of(self.model, 1)
         with lora.use_adapter(self.model, None if name == "base" else name):
             if len(ids) > 1:
                 prefill = Prefill(cache, [(0, ids[:-1])])
                 self.model(prefill.tokens, prefill)
-            for _ in range(most):
-                last = [*ids, *written][-1]
+            for _ in range(max_tokens):
+                last = [*ids, *generated][-1]
                 hidden = self.model(torch.tensor([[last]]), cache.decode(1))[0, -1]
                 logits = (hidden @ self.model.head_weight.T).float()[: self.tokenizer.size]
                 scaled = torch.log_softmax(logits / body["temperature"], -1)
@@ -107,10 +107,10 @@ class FakeVllm(ThreadingHTTPServer):
                     token = int(scaled.argmax())
                 else:
                     token = int(torch.multinomial(scaled.exp(), 1, generator=generator))
-                told = torch.log_softmax(logits, -1) if self.raw else scaled
-                written.append(token)
-                logprobs.append(float(told[token]))
-                text = self.tokenizer.decode(written)
+                reported = torch.log_softmax(logits, -1) if self.raw else scaled
+                generated.append(token)
+                logprobs.append(float(reported[token]))
+                text = self.tokenizer.decode(generated)
                 if token in body.get("stop_token_ids", []) or any(stop in text for stop in body.get("stop", [])):
                     reason = "stop"
                     break
@@ -120,7 +120,7 @@ class FakeVllm(ThreadingHTTPServer):
         self.log.append(f"complete {name}")
         choice = {"index": 0, "text": text, "finish_reason": reason, "stop_reason": None}
         choice["logprobs"] = {"token_logprobs": logprobs, "tokens": [], "text_offset": [], "top_logprobs": []}
-        choice["token_ids"] = written if body.get("return_token_ids") else None
+        choice["token_ids"] = generated if body.get("return_token_ids") else None
         return {"id": "cmpl-1", "object": "text_completion", "model": name, "choices": [choice], "usage": {}}
 
 
@@ -135,15 +135,15 @@ class Handler(BaseHTTPRequestHandler):
 
     def _reply(self, body: dict | None) -> None:
         try:
-            status, said = 200, self.server.answer(self.path, body)
+            status, reply = 200, self.server.answer(self.path, body)
         except Bad as error:
-            status, said = (
+            status, reply = (
                 error.status,
                 {"error": {"message": str(error), "type": "BadRequestError", "code": error.status}},
             )
         except KeyError:
-            status, said = 404, {"detail": "Not Found"}
-        data = said.encode() if isinstance(said, str) else json.dumps(said).encode()
+            status, reply = 404, {"detail": "Not Found"}
+        data = reply.encode() if isinstance(reply, str) else json.dumps(reply).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()

@@ -133,7 +133,7 @@ class Watch:
         self.slowest, self.wrong = 0.0, {}
 
     def read(self, name: str, case: str, read: Callable[[], object]) -> None:
-        began, self.tried = time.process_time(), self.tried + 1
+        start, self.tried = time.process_time(), self.tried + 1
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 read()
@@ -141,7 +141,7 @@ class Watch:
             self.refused += 1
         except BaseException as error:
             self.wrong[f"{name}: {case}"[:200]] = f"{type(error).__name__}: {error}"[:300]
-        self.slowest = max(self.slowest, time.process_time() - began)
+        self.slowest = max(self.slowest, time.process_time() - start)
 
 
 def peak_mib() -> float:
@@ -186,15 +186,15 @@ def file_readers(folder: Path) -> Iterator[tuple[str, Path, Callable[[], object]
 def index_readers(folder: Path) -> Iterator[tuple[str, Path, Callable[[], object], int, int | None, list[bytes]]]:
     corpus = shipped("data", "world", "corpus.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)[:40]
     (folder / "corpus.jsonl").write_text("".join(corpus), encoding="utf-8")
-    made = folder / "index"
+    index = folder / "index"
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        flags = ["--encoder", "hashing", "--corpus", str(folder / "corpus.jsonl"), "--output", str(made)]
+        flags = ["--encoder", "hashing", "--corpus", str(folder / "corpus.jsonl"), "--output", str(index)]
         assert index_command.main(flags) == 0
 
     def search() -> None:
-        indexes.load(made, RetrievalSettings(encoder="hashing")).search(["Where is it?", "Oslo"], 3)
+        indexes.load(index, RetrievalSettings(encoder="hashing")).search(["Where is it?", "Oslo"], 3)
 
-    for path in sorted(path for path in made.iterdir() if path.is_file()):
+    for path in sorted(path for path in index.iterdir() if path.is_file()):
         yield f"index {path.name}", path, search, 15, None, [b"", b"{}", b"[]", b"\xff" * 100]
 
 
@@ -204,10 +204,10 @@ def main(folder: Path) -> None:
     for _, _, read, *_ in readers:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             read()
-    before = peak_mib()
-    for name, path, read, count, within, others in readers:
+    mib_before = peak_mib()
+    for name, path, read, count, within, replacements in readers:
         sound = path.read_bytes()
-        for number, content in enumerate([*others, *changed(sound, count, generator, within)]):
+        for number, content in enumerate([*replacements, *changed(sound, count, generator, within)]):
             path.write_bytes(content)
             watch.read(name, f"{number} {content[:60]!r}", read)
         path.write_bytes(sound)
@@ -234,7 +234,7 @@ def main(folder: Path) -> None:
         for number, content in enumerate(changed(json.dumps(reply).encode(), 100, generator)):
             body = content.decode(errors="replace")
             watch.read(service.__name__, f"{number} {body[:60]!r}", lambda r=reader, b=body: r.read_answer(b, 1.0, 9))
-    print(json.dumps(vars(watch) | {"more_mib": round(peak_mib() - before)}))
+    print(json.dumps(vars(watch) | {"more_mib": round(peak_mib() - mib_before)}))
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ def read_mark(data):
     return Mark(data["mark"])
 
 
-def ask(prompt, **more):
+def ask(prompt, **fields):
     """A request for a mark."""
-    return Request(prompt, schema=MARK, read=read_mark, **more)
+    return Request(prompt, schema=MARK, read=read_mark, **fields)
 
 
 ASK = ask("How good?")

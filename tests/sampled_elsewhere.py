@@ -20,17 +20,17 @@ from tests.cold_start import arguments
 SHORT = ["--dtype", "fp32", "--max-new-tokens", "48", "--max-hops", "2", "--draft-tokens", "0"]
 
 
-def worker_flags(cold: Path, *more: str) -> list[str]:
-    return ["--preset", "tiny", "--index", str(cold / "index"), *SHORT, *more]
+def worker_flags(cold: Path, *extra_flags: str) -> list[str]:
+    return ["--preset", "tiny", "--index", str(cold / "index"), *SHORT, *extra_flags]
 
 
-def service_of(cold: Path, *more: str, token: str | None = None):
-    flags = worker_flags(cold, *more)
+def service_of(cold: Path, *extra_flags: str, token: str | None = None):
+    flags = worker_flags(cold, *extra_flags)
     return rollout_service.build_service(resolve("rollout_worker", RolloutWorkerConfig(), flags, "ppo"), token)
 
 
-def config_of(cold: Path, *more: str) -> PpoConfig:
-    flags = arguments(cold, cold / "unused", "--algorithm", "grpo", *SHORT, *more)
+def config_of(cold: Path, *extra_flags: str) -> PpoConfig:
+    flags = arguments(cold, cold / "unused", "--algorithm", "grpo", *SHORT, *extra_flags)
     return resolve("ppo", PpoConfig(), flags)
 
 
@@ -46,9 +46,9 @@ def sampler_of(config: PpoConfig, output: Path, elsewhere: bool = True):
     return sampler, learner, state
 
 
-def equal(one, other, within: float = 1e-4) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
+def equal(sequences, expected, within: float = 1e-4) -> None:
+    assert len(sequences) == len(expected)
+    for a, b in zip(sequences, expected, strict=True):
         assert (a.question.id, a.tokens, a.action_mask) == (b.question.id, b.tokens, b.action_mask)
         assert (a.steps, a.step_ends, a.finish, a.index) == (b.steps, b.step_ends, b.finish, b.index)
         assert a.logprobs == pytest.approx(b.logprobs, abs=within)

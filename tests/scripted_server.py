@@ -25,11 +25,11 @@ class Scripted(ThreadingHTTPServer):
                 self.reply()
 
             def reply(self):
-                status, body, wait, *more = outer.script.pop(0) if len(outer.script) > 1 else outer.script[0]
+                status, body, wait, *headers = outer.script.pop(0) if len(outer.script) > 1 else outer.script[0]
                 time.sleep(wait)
                 data = body if isinstance(body, bytes) else json.dumps(body).encode()
                 self.send_response(status)
-                for name, value in {"content-length": str(len(data)), **(more[0] if more else {})}.items():
+                for name, value in {"content-length": str(len(data)), **(headers[0] if headers else {})}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 with contextlib.suppress(OSError):
@@ -41,6 +41,6 @@ class Scripted(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
 
     @property
-    def asked(self) -> list:
+    def json_bodies(self) -> list:
         """What was posted, as JSON."""
         return [json.loads(body) for body in self.bodies]

@@ -30,9 +30,9 @@ def warning(capsys, *argv):
 def test_another_format_or_prompt_is_told(run, capsys, inside):
     adapter = run / inside
     assert warning(capsys, "--preset", "tiny", "--adapter", adapter) == warning(capsys, "--adapter", adapter) == ""
-    told = warning(capsys, "--adapter", adapter, "--init-prompt", "prompts/init_prompt.txt", "--step-prompt", "none")
-    assert told.startswith(f"warning: {adapter} was trained on --init-prompt prompts/tiny/")
-    assert "--step-prompt prompts/tiny/step_prompt.txt (here none)" in told and told.count("\n") == 1
+    message = warning(capsys, "--adapter", adapter, "--init-prompt", "prompts/init_prompt.txt", "--step-prompt", "none")
+    assert message.startswith(f"warning: {adapter} was trained on --init-prompt prompts/tiny/")
+    assert "--step-prompt prompts/tiny/step_prompt.txt (here none)" in message and message.count("\n") == 1
     with raises(R3LiteError, "format-differs", f"{adapter} was trained on --format r3, not tags"):
         warning(capsys, "--adapter", adapter, "--format", "tags")
 
@@ -44,7 +44,7 @@ def test_an_adapter_that_says_nothing_of_its_run_is_taken_as_it_is(run, capsys, 
 
 
 @pytest.mark.parametrize(
-    ("sources", "given", "told"),
+    ("sources", "flags", "difference"),
     [
         ('[{"file" = "a", "type" = "r1"}]', [], "chats without steps (here --format r3)"),
         ('[{"file" = "a", "format" = "tags"}]', [], "--format tags (here r3)"),
@@ -52,11 +52,11 @@ def test_an_adapter_that_says_nothing_of_its_run_is_taken_as_it_is(run, capsys, 
         ('[{"file" = "a", "format" = "tags"}, {"file" = "b"}]', ["--format", "tags"], None),
     ],
 )
-def test_formats_are_those_of_the_sources(tmp_path, capsys, sources, given, told):
+def test_formats_are_those_of_the_sources(tmp_path, capsys, sources, flags, difference):
     """An adapter that saw chats alone knows no steps, though its run had the setting."""
     (tmp_path / "config.toml").write_text(f'[sft]\nformat = "r3"\nsources = {sources}\n', encoding="utf-8")
-    found = warning(capsys, "--adapter", tmp_path, *given)
-    assert found == (f"warning: {tmp_path} was trained on {told}: results may be worse\n" if told else "")
+    message = warning(capsys, "--adapter", tmp_path, *flags)
+    assert message == (f"warning: {tmp_path} was trained on {difference}: results may be worse\n" if difference else "")
 
 
 def test_other_thoughts_are_told(tmp_path, capsys):

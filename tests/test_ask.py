@@ -58,26 +58,27 @@ def arguments(tmp_path, monkeypatch):
     return ["--preset", "tiny", "--corpus", str(tmp_path / "corpus.jsonl"), "--dtype", "fp32", "--steps", "on"]
 
 
-def told(capsys, argv, status=0):
+def output_of(capsys, argv, status=0):
     assert ask.main(argv) == status
     return capsys.readouterr()
 
 
 def test_reasoning_evidence_and_answer_are_shown(arguments, capsys):
-    shown = told(capsys, ["Where does Ada live?", *arguments])
-    lines = shown.out.splitlines()
+    captured = output_of(capsys, ["Where does Ada live?", *arguments])
+    lines = captured.out.splitlines()
     assert lines[:3] == QUERY.splitlines()
     assert lines[3].startswith(f"  [d-Ada] Ada: Ada lives in {CITY}. She likes it") and lines[4].endswith(" ...")
     assert lines[5] == "  [d-Bob] Bob: Bob is a [31mfriend."  # nothing that steers a terminal
     assert lines[6] == "" and lines[7:10] == ANSWER.splitlines()
     assert lines[-2:] == [f"answer: Caf\u00e9 {CITY}", ""] and set(lines[-3]) == {"-"}
     assert all(len(line) <= 80 for line in lines)
-    assert "step format" not in shown.err
+    assert "step format" not in captured.err
 
 
 def test_a_model_that_has_not_learned_the_steps_answers_by_plain_rag(arguments, tmp_path, capsys, monkeypatch):
     """Asked with the prompt of steps, it copied names from the prompt's worked example."""
-    prompts, opened = [], Layout.splice
+    prompts = []
+    opened = Layout.splice
 
     def splice(layout, transcript, documents):
         opened(layout, transcript, documents)
@@ -87,20 +88,20 @@ def test_a_model_that_has_not_learned_the_steps_answers_by_plain_rag(arguments, 
     row = {"name": "N", "description": "d", "trigger": "old", "steps": [{"action": "Think"}]}
     (tmp_path / "p.json").write_text(json.dumps(row))
     auto = [*arguments[:-2], "--procedures", str(tmp_path / "p.json"), "--procedures-by", "triggers"]
-    shown = told(capsys, ["Is Ada old?", *auto])
-    assert "this is plain RAG" in shown.err and "Pass --adapter RUN" in shown.err
-    lines = shown.out.splitlines()
+    captured = output_of(capsys, ["Is Ada old?", *auto])
+    assert "this is plain RAG" in captured.err and "Pass --adapter RUN" in captured.err
+    lines = captured.out.splitlines()
     assert lines[:3] == ["Procedure: N. d", "1. Think", ""]
     assert sum(line.startswith(("  [d-Ada] Ada: ", "  [d-Bob] Bob: ")) for line in lines) == 2
     assert lines[-2:] == ["answer: Oslo", ""]
     (prompt,) = prompts
     assert "Use the documents." in prompt and "Step 1" not in prompt
     assert prompt.index("Procedure: N. d") < prompt.index("[1] ") < prompt.index("Question: Is Ada old?")
-    trace = json.loads(told(capsys, ["--json", "Is Ada old?", *auto]).out)["reasoning_trace"]
+    trace = json.loads(output_of(capsys, ["--json", "Is Ada old?", *auto]).out)["reasoning_trace"]
     assert trace == "Oslo\nIt is a town."  # it began with a line break, of the search before the first turn
     without = [word for word in arguments[:-2] if word not in ("--corpus", arguments[3])]
-    shown = told(capsys, ["Is Ada old?", *without, "--retriever", "none"])
-    assert "without documents" in shown.err and shown.out.endswith("answer: Oslo\n(no document was read)\n\n")
+    captured = output_of(capsys, ["Is Ada old?", *without, "--retriever", "none"])
+    assert "without documents" in captured.err and captured.out.endswith("answer: Oslo\n(no document was read)\n\n")
 
 
 def test_a_model_is_known_to_have_learned_the_steps_by_its_run_or_its_export(tmp_path):
@@ -119,38 +120,39 @@ def test_a_model_is_known_to_have_learned_the_steps_by_its_run_or_its_export(tmp
 def test_the_procedure_that_fits_is_shown_and_given_to_the_model(arguments, tmp_path, capsys, monkeypatch):
     rows = [{"name": "People", "description": "who they are", "trigger": "bob", "steps": [{"action": "Think"}]}]
     (tmp_path / "p.json").write_text(json.dumps(rows))
-    seen, opened = [], Layout.open
+    prompts = []
+    opened = Layout.open
 
     def opening(layout, transcript):
         opened(layout, transcript)
-        seen.append(layout.tokenizer.decode(transcript.tokens))
+        prompts.append(layout.tokenizer.decode(transcript.tokens))
 
     monkeypatch.setattr(Layout, "open", opening)
     argv = [*arguments, "--procedures", str(tmp_path / "p.json"), "--encoder", "hashing"]
     text = "Procedure: People. who they are\n1. Think\n\n"
-    assert told(capsys, ["Who is Bob?", *argv]).out.startswith(f"{text}Step 1:")
-    assert told(capsys, ["Where does Ada live?", *argv]).out.startswith("Step 1:")
-    assert f"user\n{text}" in seen[0] and text not in seen[1]
-    assert json.loads(told(capsys, ["--json", "Who is Bob?", *argv]).out)["final_answer"] == "a friend"
+    assert output_of(capsys, ["Who is Bob?", *argv]).out.startswith(f"{text}Step 1:")
+    assert output_of(capsys, ["Where does Ada live?", *argv]).out.startswith("Step 1:")
+    assert f"user\n{text}" in prompts[0] and text not in prompts[1]
+    assert json.loads(output_of(capsys, ["--json", "Who is Bob?", *argv]).out)["final_answer"] == "a friend"
 
 
 def test_what_is_shown_comes_while_it_is_sampled(arguments, capsys, monkeypatch):
     """The first words are out before the documents are looked for."""
     out = []
 
-    def search(index, *rest):
+    def search(index, *args):
         out.append(capsys.readouterr().out)
-        return real(index, *rest)
+        return real(index, *args)
 
     real = PassageIndex.search
     monkeypatch.setattr(PassageIndex, "search", search)
-    told(capsys, ["Where does Ada live?", *arguments])
+    output_of(capsys, ["Where does Ada live?", *arguments])
     assert out == [QUERY]
 
 
 def test_json_is_one_line_with_the_text_that_was_streamed(arguments, capsys):
-    streamed = told(capsys, ["Where does Ada live?", *arguments]).out
-    (line,) = told(capsys, ["--json", *arguments, "Where does Ada live?"]).out.splitlines()
+    streamed = output_of(capsys, ["Where does Ada live?", *arguments]).out
+    (line,) = output_of(capsys, ["--json", *arguments, "Where does Ada live?"]).out.splitlines()
     record = json.loads(line)
     assert list(record) == ["question", "final_answer", "reasoning_trace", "search_queries", "documents"]
     assert record["question"] == "Where does Ada live?" and record["final_answer"] == f"Caf\u00e9 {CITY}"
@@ -163,19 +165,19 @@ def test_json_is_one_line_with_the_text_that_was_streamed(arguments, capsys):
 
 def test_piped_questions_are_answered_up_to_an_empty_line(arguments, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Where does Ada live?\nWho is Bob?\n\nWhat is this?\n"))
-    records = [json.loads(line) for line in told(capsys, ["--json", *arguments]).out.splitlines()]
+    records = [json.loads(line) for line in output_of(capsys, ["--json", *arguments]).out.splitlines()]
     assert [r["final_answer"] for r in records] == [f"Caf\u00e9 {CITY}", "a friend"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("Who is Bob?"))
-    assert told(capsys, arguments).out.startswith("question> Who is Bob?\nStep 1:\n")
+    assert output_of(capsys, arguments).out.startswith("question> Who is Bob?\nStep 1:\n")
 
 
 def test_a_line_that_is_not_utf8_concerns_this_question_alone(arguments, capsys, monkeypatch):
     """It ended all with Python's UnicodeDecodeError, and a byte order mark was a part of the first question."""
     content = "\ufeffWho is Bob?\r\n".encode() + b"caf\xe9?\nWho is Bob?\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", newline="\n"))
-    shown = told(capsys, ["--json", *arguments])
-    assert "bytes that are not UTF-8" in shown.err
-    assert [json.loads(line)["question"] for line in shown.out.splitlines()] == ["Who is Bob?", "Who is Bob?"]
+    captured = output_of(capsys, ["--json", *arguments])
+    assert "bytes that are not UTF-8" in captured.err
+    assert [json.loads(line)["question"] for line in captured.out.splitlines()] == ["Who is Bob?", "Who is Bob?"]
 
 
 @pytest.mark.parametrize("as_json", [False, True])
@@ -193,15 +195,16 @@ def test_without_a_question_it_says_that_it_waits_for_one_and_how_to_end(monkeyp
 
 def test_the_prompt_of_json_is_not_on_stdout(arguments, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", Typed("Who is Bob?\n"))
-    shown = told(capsys, ["--json", *arguments])
-    assert len(shown.out.splitlines()) == 1 and shown.err.count("question> ") == 2
+    captured = output_of(capsys, ["--json", *arguments])
+    assert len(captured.out.splitlines()) == 1 and captured.err.count("question> ") == 2
     monkeypatch.setattr(sys, "stdin", Typed("Who is Bob?\n"))
-    shown = told(capsys, arguments)
-    assert shown.out.count("question> ") == 2 and "question> " not in shown.err
+    captured = output_of(capsys, arguments)
+    assert captured.out.count("question> ") == 2 and "question> " not in captured.err
 
 
 def test_ctrl_c_stops_an_answer_and_twice_ends(arguments, capsys, monkeypatch):
-    scripted, calls = Engine._sample, []
+    scripted = Engine._sample
+    calls = []
 
     def sample(engine, logits, batch):
         calls.append(batch.sequences[0].question.text)
@@ -217,10 +220,10 @@ def test_ctrl_c_stops_an_answer_and_twice_ends(arguments, capsys, monkeypatch):
     monkeypatch.setattr(Engine, "_sample", sample)
     questions = ["Where does Ada live?", "Who is Bob?", "Where does Ada live?"]
     monkeypatch.setattr(builtins, "input", typed)
-    shown = told(capsys, arguments, status=130)
-    assert shown.err.count("stopped; press Ctrl-C again to exit") == 1
-    assert shown.out.count("answer: ") == 4  # "The final answer: " and the answer itself, of two questions
-    assert shown.out.endswith(f"answer: Caf\u00e9 {CITY}\n\n")
+    captured = output_of(capsys, arguments, status=130)
+    assert captured.err.count("stopped; press Ctrl-C again to exit") == 1
+    assert captured.out.count("answer: ") == 4  # "The final answer: " and the answer itself, of two questions
+    assert captured.out.endswith(f"answer: Caf\u00e9 {CITY}\n\n")
 
 
 def test_a_retriever_that_failed_is_shown_as_such(arguments, capsys, monkeypatch):
@@ -228,31 +231,32 @@ def test_a_retriever_that_failed_is_shown_as_such(arguments, capsys, monkeypatch
         raise R3LiteError("the disk is gone", code="broken")
 
     monkeypatch.setattr(PassageIndex, "search", search)
-    shown = told(capsys, ["Where does Ada live?", *arguments]).out
-    assert f"{QUERY}\n  no documents: the retriever failed: the disk is gone\n" in shown
-    assert json.loads(told(capsys, ["Where does Ada live?", *arguments, "--json"]).out)["failure"] == "the disk is gone"
+    stdout = output_of(capsys, ["Where does Ada live?", *arguments]).out
+    assert f"{QUERY}\n  no documents: the retriever failed: the disk is gone\n" in stdout
+    record = json.loads(output_of(capsys, ["Where does Ada live?", *arguments, "--json"]).out)
+    assert record["failure"] == "the disk is gone"
     searching = arguments.index("--corpus")
     without = [*arguments[:searching], *arguments[searching + 2 :], "--retriever", "none"]
-    shown = told(capsys, ["Where does Ada live?", *without]).out
-    assert f"{QUERY}\n  (nothing was found)\n" in shown
+    stdout = output_of(capsys, ["Where does Ada live?", *without]).out
+    assert f"{QUERY}\n  (nothing was found)\n" in stdout
 
 
 def test_an_answer_from_the_weights_alone_is_marked(arguments, capsys):
-    assert told(capsys, ["Who is Bob?", *arguments]).out.endswith("answer: a friend\n(no document was read)\n\n")
+    assert output_of(capsys, ["Who is Bob?", *arguments]).out.endswith("answer: a friend\n(no document was read)\n\n")
 
 
 def test_an_episode_without_an_answer_says_why(arguments, capsys):
-    shown = told(capsys, ["What is this?", *arguments]).out
-    assert shown.startswith("I do not know.\n\nno answer: step 1 does not open with `Step k:`, has no problem analysis")
+    out = output_of(capsys, ["What is this?", *arguments]).out
+    assert out.startswith("I do not know.\n\nno answer: step 1 does not open with `Step k:`, has no problem analysis")
     full = Episode(Question("q", "x", ()), [Step.asking("so", "y")], CUT_OFF)
     assert asking.outcome(full, FAULTS) == "no answer: step 1 had no room left within --max-length\n"
 
 
 def test_a_question_that_is_too_long_leaves_the_prompt_usable(arguments, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{'why ' * 2000}\nWho\0?\nWho is Bob?\n"))
-    shown = told(capsys, ["--json", *arguments])
-    assert "leaves no room for an answer" in shown.err and "contains NUL" in shown.err
-    assert json.loads(shown.out)["final_answer"] == "a friend"
+    captured = output_of(capsys, ["--json", *arguments])
+    assert "leaves no room for an answer" in captured.err and "contains NUL" in captured.err
+    assert json.loads(captured.out)["final_answer"] == "a friend"
 
 
 @pytest.mark.parametrize(
@@ -269,7 +273,7 @@ def test_a_question_that_is_too_long_leaves_the_prompt_usable(arguments, capsys,
 )
 def test_bad_input_is_refused_before_the_model_is_loaded(argv, status, cause, capsys, monkeypatch):
     monkeypatch.setattr("r3lite.assembly.answering.build_engine", lambda *_: pytest.fail("the model was loaded"))
-    assert cause in told(capsys, ["--preset", "tiny", *argv], status).err
+    assert cause in output_of(capsys, ["--preset", "tiny", *argv], status).err
 
 
 def test_a_format_without_search_needs_no_index():
@@ -278,7 +282,7 @@ def test_a_format_without_search_needs_no_index():
 
 
 def test_a_dry_run_tells_the_memory(capsys):
-    out = told(capsys, ["--preset", "tiny", "--retriever", "none", "--dry-run"]).out
+    out = output_of(capsys, ["--preset", "tiny", "--retriever", "none", "--dry-run"]).out
     assert "Memory, for an episode of 1536 tokens" in out
 
 
@@ -301,16 +305,16 @@ def test_the_command_that_quickstart_names_is_understood(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("failure", "said"), [(None, "  (nothing was found)"), ("gone", "  no documents: the retriever failed: gone")]
+    ("failure", "last_line"), [(None, "  (nothing was found)"), ("gone", "  no documents: the retriever failed: gone")]
 )
-def test_the_nodes_of_a_plan_are_shown_with_their_sources(failure, said):
+def test_the_nodes_of_a_plan_are_shown_with_their_sources(failure, last_line):
     """The queries of later nodes are not what the model wrote: answers are filled in."""
-    found = Document("1", "Oslo", "A city.")
-    step = Step("A: Ann", (Search("Where was Ann born?", (found,), "News"), Search("Her film?", (), "General")))
+    document = Document("1", "Oslo", "A city.")
+    step = Step("A: Ann", (Search("Where was Ann born?", (document,), "News"), Search("Her film?", (), "General")))
     sequence = SimpleNamespace(steps=[step], failure=failure)
-    lines = ["Where was Ann born? (News):", "  [1] Oslo: A city.", "Her film? (General):", said]
+    lines = ["Where was Ann born? (News):", "  [1] Oslo: A city.", "Her film? (General):", last_line]
     assert asking.evidence(sequence) == "".join(f"{line}\n" for line in lines)
     assert asking.evidence(SimpleNamespace(steps=[Step("I know.", answer="x")], failure=None)) == ""
     # The failure may be that of an earlier step.
-    later = SimpleNamespace(steps=[Step.asking("a", "Where?", [found])], failure="gone")
+    later = SimpleNamespace(steps=[Step.asking("a", "Where?", [document])], failure="gone")
     assert asking.evidence(later) == "  [1] Oslo: A city.\n"

@@ -23,8 +23,8 @@ def test_a_line_every_ten_seconds_even_if_nothing_ends(monkeypatch, capsys):
     clock = Clock()
     monkeypatch.setattr(bars, "time", clock)
     lines = bars.TimedLines(tqdm(total=1200, initial=40, disable=True), "self", "questions")
-    for now, count in ((104, 1), (109.9, 1), (110, 8), (119, 5), (121, 0), (130.9, 0), (131, 1000)):
-        clock.now = now
+    for timestamp, count in ((104, 1), (109.9, 1), (110, 8), (119, 5), (121, 0), (130.9, 0), (131, 1000)):
+        clock.now = timestamp
         if count:
             lines.update(count)
         else:
@@ -57,9 +57,9 @@ def test_passes_of_a_long_step_are_counted_in_lines(monkeypatch, capsys):
     clock = Clock()
     monkeypatch.setattr(bars, "time", clock)
     passes = ["a", "b", "c"]
-    seen = []
+    items = []
     for item in ALONE.with_progress(passes, "learning", "passes"):
-        seen.append(item)
+        items.append(item)
         clock.now += 6
-    assert seen == passes
+    assert items == passes
     assert capsys.readouterr().err == "learning: 2 of 3 passes, 12 s\n"

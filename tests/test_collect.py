@@ -19,7 +19,8 @@ SUB_QUESTIONS = ("--demonstrations", "sub-questions", "--insert-gold")
 
 
 def test_gold_trajectories_have_real_documents_with_the_gold_paragraph_among_them(tmp_path, capsys):
-    data, output = shipped("data", "world", "train.jsonl"), tmp_path / "new" / "out.jsonl"
+    data = shipped("data", "world", "train.jsonl")
+    output = tmp_path / "new" / "out.jsonl"
     assert run(data, output, "--limit", "30", "--top-k", "3", *SUB_QUESTIONS) == 0
     questions = {q.id: q for q in read_questions(data, limit=30)}
     rows = read_rows(output)  # refuses what is not well-formed
@@ -29,13 +30,13 @@ def test_gold_trajectories_have_real_documents_with_the_gold_paragraph_among_the
         question = questions[trajectory.id]
         assert len(trajectory.steps) == len(question.hops) + 1
         for step, hop in zip(trajectory.steps[:-1], question.hops, strict=True):
-            found = [question.gold_index(d) for d in step.documents]
-            assert question.gold_index(hop.document) in found and len(found) == 3
+            gold_indices = [question.gold_index(d) for d in step.documents]
+            assert question.gold_index(hop.document) in gold_indices and len(gold_indices) == 3
     table = capsys.readouterr().out
     assert re.search(r"questions +30\n.*kept +30\n", table) and "mean steps" in table
-    again = tmp_path / "again.jsonl"
-    assert run(data, again, "--limit", "30", "--top-k", "3", *SUB_QUESTIONS) == 0
-    assert again.read_bytes() == output.read_bytes()
+    second_output = tmp_path / "again.jsonl"
+    assert run(data, second_output, "--limit", "30", "--top-k", "3", *SUB_QUESTIONS) == 0
+    assert second_output.read_bytes() == output.read_bytes()
 
 
 @pytest.mark.parametrize("data", ["musique/train_100.jsonl", "hotpotqa/train_100.json"])
@@ -66,11 +67,11 @@ def test_gold_trajectories_without_search_are_dropped_if_asked_for(tmp_path, cap
 
 
 def test_questions_that_give_no_trajectory_are_counted_by_reason(tmp_path, capsys):
-    twice = [("Who directed it?", "A", 0), ("who directed it", "B", 1)]
+    repeated_hops = [("Who directed it?", "A", 0), ("who directed it", "B", 1)]
     plain = {"id": "p", "question": "Q?", "answer": "a"}
     data = write(
         tmp_path / "data.jsonl",
-        [row(1), plain, row(2, hops=twice), row(3, hops=[("Q?", "a", None)]), plain | {"id": "p2"}],
+        [row(1), plain, row(2, hops=repeated_hops), row(3, hops=[("Q?", "a", None)]), plain | {"id": "p2"}],
     )
     assert run(data, tmp_path / "out.jsonl", "--retriever", "none", *SUB_QUESTIONS) == 0
     assert [r["id"] for r in lines(tmp_path / "out.jsonl")] == ["q1"]
@@ -79,8 +80,8 @@ def test_questions_that_give_no_trajectory_are_counted_by_reason(tmp_path, capsy
     assert re.search(r"rejected: step 2 repeats an earlier query +1\n", table)
     assert re.search(r"rejected: a hop without a gold paragraph +1\n", table)
     reasons = {"p": "no decomposition", "q2": "step 2 repeats an earlier query", "q3": "a hop without a gold paragraph"}
-    told = {record["id"]: record["reason"] for record in lines(tmp_path / "out.jsonl.rejected.jsonl")}
-    assert told == reasons | {"p2": "no decomposition"}
+    rejections = {record["id"]: record["reason"] for record in lines(tmp_path / "out.jsonl.rejected.jsonl")}
+    assert rejections == reasons | {"p2": "no decomposition"}
     assert rejected_ids(tmp_path / "out.jsonl") == {"p", "q2", "q3", "p2"}
 
 
@@ -121,19 +122,22 @@ def test_nothing_is_inserted_unless_asked_for(tmp_path, capsys):
 
 
 def test_facts_are_of_documents_that_were_retrieved(tmp_path, capsys):
-    data, output = shipped("data", "world", "train.jsonl"), tmp_path / "out.jsonl"
+    data = shipped("data", "world", "train.jsonl")
+    output = tmp_path / "out.jsonl"
     assert run(data, output, "--limit", "40", "--top-k", "3") == 0
-    rows, questions = read_rows(output), {q.id: q for q in read_questions(data, limit=40)}
+    rows = read_rows(output)
+    questions = {q.id: q for q in read_questions(data, limit=40)}
     assert len(rows) >= 20
     for trajectory in rows:
-        read, question = "", questions[trajectory.id]
+        read = ""
+        question = questions[trajectory.id]
         assert trajectory.steps[0].queries == (question.text,)
         for step in trajectory.steps[1:]:
             assert question.text not in (*step.queries, step.analysis)
-        for before, step in zip(trajectory.steps, trajectory.steps[1:]):
-            read += " ".join(f"{d.title}: {d.text}" for d in before.documents)
-            told = [hop.answer for hop in question.hops if f"? {hop.answer}." in step.analysis]
-            assert all(answer in read for answer in told) and (told or "Nothing" in step.analysis)
+        for previous, step in zip(trajectory.steps, trajectory.steps[1:]):
+            read += " ".join(f"{d.title}: {d.text}" for d in previous.documents)
+            facts = [hop.answer for hop in question.hops if f"? {hop.answer}." in step.analysis]
+            assert all(answer in read for answer in facts) and (facts or "Nothing" in step.analysis)
         assert question.gold_indices([d for step in trajectory.steps for d in step.documents]) == set(
             range(len(question.gold))
         )
@@ -223,15 +227,16 @@ def test_a_file_of_other_things_is_refused_and_left_as_it_is(tmp_path, capsys, s
     output = tmp_path / "out.jsonl"
     output.write_bytes(content)
     data = write(tmp_path / "data.jsonl", [row(1)])
-    told = "was not written by collect" if source == "teacher" else "exists and is not empty"
-    assert_refused(capsys, {output: content}, run(data, output, "--source", source), told)
+    message = "was not written by collect" if source == "teacher" else "exists and is not empty"
+    assert_refused(capsys, {output: content}, run(data, output, "--source", source), message)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data.jsonl", "out.jsonl"]
 
 
 def test_rejections_of_a_killed_run_do_not_stay(tmp_path):
     """They are written before the trajectories, and another run into the file may reject nothing."""
-    rejected, told = tmp_path / "out.jsonl.rejected.jsonl", {"id": "q1", "reason": "no decomposition"}
-    write(rejected, [told | {"source": "gold"}])
+    rejected = tmp_path / "out.jsonl.rejected.jsonl"
+    rejection = {"id": "q1", "reason": "no decomposition"}
+    write(rejected, [rejection | {"source": "gold"}])
     assert run(write(tmp_path / "data.jsonl", [row(1)]), tmp_path / "out.jsonl") == 0
     assert len(lines(tmp_path / "out.jsonl")) == 1 and not rejected.exists()
     assert rejected_ids(tmp_path / "out.jsonl") == set()

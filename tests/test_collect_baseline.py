@@ -27,14 +27,15 @@ CORPUS = [{"id": str(i), "title": name, "text": f"{name} lives in {name}town."} 
 @pytest.fixture
 def prompts(monkeypatch):
     """The prompts of evaluations in tokens, by question, as the model is given them."""
-    seen, turn_is_over = {}, Layout.turn_is_over
+    prompt_tokens = {}
+    turn_is_over = Layout.turn_is_over
 
     def look(layout, transcript):
-        seen.setdefault(transcript.question.id, transcript.tokens[: transcript.turn_start])
+        prompt_tokens.setdefault(transcript.question.id, transcript.tokens[: transcript.turn_start])
         return turn_is_over(layout, transcript)
 
     monkeypatch.setattr(Layout, "turn_is_over", look)
-    return seen
+    return prompt_tokens
 
 
 def test_a_model_is_asked_as_it_was_trained(prompts, tmp_path, capsys):
@@ -57,8 +58,8 @@ def test_a_model_is_asked_as_it_was_trained(prompts, tmp_path, capsys):
         trained = [token for token, has_loss in zip(row.tokens, row.action_mask) if has_loss]
         reply, end = trained[:-1], trained[-1]
         assert tokenizer.decode(reply) == predictions[id]["answers"][0] and end == tokenizer.stop_id
-    shown = [len(line["steps"][0]["documents"]) for line in predictions.values()]
-    assert min(shown) < 5  # else the limits would not have been tried
+    document_counts = [len(line["steps"][0]["documents"]) for line in predictions.values()]
+    assert min(document_counts) < 5  # else the limits would not have been tried
 
 
 def test_any_question_with_an_answer_gives_a_row_with_its_first_answer(tmp_path):
@@ -66,8 +67,8 @@ def test_any_question_with_an_answer_gives_a_row_with_its_first_answer(tmp_path)
     write_jsonl(tmp_path / "data.jsonl", [PLAIN, {"question": "Where does Bo live?", "answer": "Botown"}])
     write_jsonl(tmp_path / "dev.jsonl", [{"question": "where does BO live", "answer": "Botown"}])
     write_jsonl(tmp_path / "corpus.jsonl", CORPUS)
-    more = ["--corpus", str(tmp_path / "corpus.jsonl"), "--exclude", str(tmp_path / "dev.jsonl")]
-    assert run(tmp_path / "data.jsonl", tmp_path / "rag.jsonl", *RAG, *more) == 0
+    extra_flags = ["--corpus", str(tmp_path / "corpus.jsonl"), "--exclude", str(tmp_path / "dev.jsonl")]
+    assert run(tmp_path / "data.jsonl", tmp_path / "rag.jsonl", *RAG, *extra_flags) == 0
     (row,) = lines(tmp_path / "rag.jsonl")
     assert [message["role"] for message in row["messages"]] == ["system", "user", "assistant"]
     assert row["messages"][1]["content"].startswith("[1] Ada: Ada lives in Adatown.\n[2] Bo: ")
@@ -87,6 +88,6 @@ def test_rows_are_not_written_over_and_none_is_an_error(tmp_path, monkeypatch, c
         assert run(*arguments) == 1
     assert "the retriever failed  1" in capsys.readouterr().out
     assert run(*arguments) == 0
-    before = (tmp_path / "rag.jsonl").read_text()
+    content = (tmp_path / "rag.jsonl").read_text()
     assert run(*arguments) == 1 and shows(capsys.readouterr().err, "output-not-empty")
-    assert (tmp_path / "rag.jsonl").read_text() == before and json.loads(before)["id"] == "data-1"
+    assert (tmp_path / "rag.jsonl").read_text() == content and json.loads(content)["id"] == "data-1"

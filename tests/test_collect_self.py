@@ -62,8 +62,8 @@ def teach(toy, tmp_path, monkeypatch):
 
     def teach(output, *arguments):
         data = ["--data", str(tmp_path / "six.jsonl"), "--init-prompt", "prompts/tiny/init_prompt.txt"]
-        own = ["--source", "self", "--num-generations", "4"]
-        return collect.main([*toy, *data, *own, *arguments, "--output", str(output)])
+        flags = ["--source", "self", "--num-generations", "4"]
+        return collect.main([*toy, *data, *flags, *arguments, "--output", str(output)])
 
     return teach
 
@@ -100,9 +100,9 @@ def test_right_episodes_are_kept_and_all_others_counted(tmp_path, teach, capsys)
     for reason in ("wrong answer", "nothing retrieved", r"malformed step \(no_step_heading\)"):
         assert re.search(rf"rejected: {reason} +\d", table)
     assert re.search(r"episodes sampled +24\n", table)
-    told = re.findall(r"yield at \d hops? +(\d+) of 3 questions \(.*\), (\d+) trajectories", table)
-    assert [int(some) for some, _ in told] == [sum(map(bool, of_question[i::2])) for i in (0, 1)]
-    assert [int(kept) for _, kept in told] == [sum(of_question[i::2]) for i in (0, 1)]
+    yields = re.findall(r"yield at \d hops? +(\d+) of 3 questions \(.*\), (\d+) trajectories", table)
+    assert [int(question_count) for question_count, _ in yields] == [sum(map(bool, of_question[i::2])) for i in (0, 1)]
+    assert [int(trajectory_count) for _, trajectory_count in yields] == [sum(of_question[i::2]) for i in (0, 1)]
 
 
 def test_a_model_that_does_not_know_the_format_is_told_what_to_do_next(tmp_path, teach, monkeypatch, capsys):
@@ -139,14 +139,15 @@ def test_a_model_that_does_not_know_the_format_is_told_what_to_do_next(tmp_path,
 
 def test_a_run_that_was_killed_goes_on_to_what_an_uninterrupted_one_writes(tmp_path, teach, monkeypatch, capsys):
     """Killed while a block is sampled, between its two files, in a line of either; gone on with in larger blocks."""
-    whole, output = tmp_path / "whole.jsonl", tmp_path / "own.jsonl"
+    uninterrupted = tmp_path / "whole.jsonl"
+    output = tmp_path / "own.jsonl"
     rejected = tmp_path / "own.jsonl.rejected.jsonl"
-    assert teach(whole) == 0
+    assert teach(uninterrupted) == 0
     table = capsys.readouterr().out.partition("written to")[0]
     with monkeypatch.context() as patched:
         stop_at(patched, Engine, "run", call=2)
         assert teach(output) == 130
-    assert len(lines(rejected)) == 2 and contents(whole)[0].startswith(output.read_bytes())
+    assert len(lines(rejected)) == 2 and contents(uninterrupted)[0].startswith(output.read_bytes())
     with monkeypatch.context() as patched:
         stop_at(patched, self_taught, "append_jsonl", call=2)
         assert teach(output) == 130
@@ -154,19 +155,19 @@ def test_a_run_that_was_killed_goes_on_to_what_an_uninterrupted_one_writes(tmp_p
     capsys.readouterr()
     monkeypatch.setattr(self_taught, "BLOCK", 4)
     assert teach(output) == 0
-    assert contents(output) == contents(whole)
+    assert contents(output) == contents(uninterrupted)
     assert capsys.readouterr().out.partition("written to")[0] == table
     for path in (rejected, output):
         rejected.write_bytes(b"".join(rejected.read_bytes().splitlines(keepends=True)[:3]))
         path.write_bytes(path.read_bytes()[:-9])
         assert teach(output) == 0
-        assert contents(output) == contents(whole)
+        assert contents(output) == contents(uninterrupted)
         assert f"{path}: removed the incomplete last line" in capsys.readouterr().err
     # With nothing left to do, no model is loaded.
     capsys.readouterr()
     monkeypatch.setattr(collecting, "build_engine", lambda *_, **__: pytest.fail("loaded"))
     assert teach(output) == 0
-    assert contents(output) == contents(whole)
+    assert contents(output) == contents(uninterrupted)
     assert capsys.readouterr().out.partition("written to")[0] == table
 
 
@@ -175,42 +176,44 @@ def test_the_tiny_checkpoint_samples_the_same_whether_it_was_killed_or_not(tmp_p
     monkeypatch.setattr(self_taught, "BLOCK", 2)
     arguments = ["--preset", "tiny", "--source", "self", "--data", str(WORLD / "train.jsonl"), "--limit", "4"]
     arguments += ["--num-generations", "3", "--max-new-tokens", "40", "--temperature", "1"]
-    run, said = Engine.run, {}
+    run = Engine.run
+    tokens_by_seed = {}
 
     def heard(self, questions, seeds, retrieve, progress):
         sequences = run(self, questions, seeds, retrieve, progress)
         for seed, sequence in zip(seeds, sequences, strict=True):
-            assert said.setdefault(seed, sequence.tokens) == sequence.tokens
+            assert tokens_by_seed.setdefault(seed, sequence.tokens) == sequence.tokens
         return sequences
 
     monkeypatch.setattr(Engine, "run", heard)
     assert collect.main([*arguments, "--output", str(tmp_path / "whole.jsonl")]) == 1
-    assert len(said) == 12 and len({tuple(tokens) for tokens in said.values()}) > 6
+    assert len(tokens_by_seed) == 12 and len({tuple(tokens) for tokens in tokens_by_seed.values()}) > 6
     with monkeypatch.context() as patched:
         stop_at(patched, Engine, "run", call=2)
         assert collect.main([*arguments, "--output", str(tmp_path / "own.jsonl")]) == 130
     assert collect.main([*arguments, "--output", str(tmp_path / "own.jsonl")]) == 1
-    assert len(said) == 12 and contents(tmp_path / "own.jsonl") == contents(tmp_path / "whole.jsonl")
+    assert len(tokens_by_seed) == 12 and contents(tmp_path / "own.jsonl") == contents(tmp_path / "whole.jsonl")
 
 
 def test_more_questions_are_sampled_and_other_settings_refused(tmp_path, teach, capsys):
     output = tmp_path / "own.jsonl"
     assert teach(output, "--limit", "4") == 0
     first = contents(output)
-    for changed, told in (
+    for changed, message in (
         (["--temperature", "0.9"], "temperature (was 0.7, is 0.9)"),
         (["--max-hops", "2"], "max_hops (was"),
     ):
         assert teach(output, *changed) == 1
-        assert told in capsys.readouterr().err and contents(output) == first
+        assert message in capsys.readouterr().err and contents(output) == first
     assert teach(output) == 0
-    assert all(now.startswith(then) for now, then in zip(contents(output), first))
+    assert all(content.startswith(prefix) for content, prefix in zip(contents(output), first))
     assert [r["id"] for r in lines(tmp_path / "own.jsonl.rejected.jsonl")] == list(NAMES)
 
 
 def test_a_file_is_not_gone_on_with_when_what_is_read_has_changed(tmp_path, teach, capsys):
     """One file had the trajectories of two prompts, of two adapters, or of two corpora."""
-    output, prompt = tmp_path / "own.jsonl", tmp_path / "prompt.txt"
+    output = tmp_path / "own.jsonl"
+    prompt = tmp_path / "prompt.txt"
     prompt.write_text("Now: {question}", encoding="utf-8")
     assert teach(output, "--init-prompt", str(prompt), "--limit", "2") == 0
     first = contents(output)
@@ -219,29 +222,30 @@ def test_a_file_is_not_gone_on_with_when_what_is_read_has_changed(tmp_path, teac
     assert shows(capsys.readouterr().err, "inputs-changed", "the prompts")
     assert contents(output) == first
     settings = tmp_path / "own.jsonl.config.toml"
-    known = settings.read_text(encoding="utf-8").splitlines()
-    assert known[-1].startswith("# inputs: {") and "the model of --model" in known[-1]
-    settings.write_text("\n".join(known[:-1]), encoding="utf-8")  # as an earlier version left it
+    config_lines = settings.read_text(encoding="utf-8").splitlines()
+    assert config_lines[-1].startswith("# inputs: {") and "the model of --model" in config_lines[-1]
+    settings.write_text("\n".join(config_lines[:-1]), encoding="utf-8")  # as an earlier version left it
     assert teach(output, "--init-prompt", str(prompt), "--limit", "4") == 0
     prompt.write_text("Now: {question}", encoding="utf-8")
     assert teach(output, "--init-prompt", str(prompt)) == 1
 
 
 def test_questions_of_an_evaluation_are_left_out_whatever_the_source(tmp_path, teach, capsys):
-    dev, other = tmp_path / "dev.jsonl", tmp_path / "other.jsonl"
+    dev = tmp_path / "dev.jsonl"
+    held_out = tmp_path / "other.jsonl"
     rows = lines(tmp_path / "six.jsonl")
     write_jsonl(dev, rows[:3])
-    write_jsonl(other, [{"question": "Where does dee LIVE", "answer": "?"}])
-    exclude = ["--exclude", f"{dev},{other}"]
+    write_jsonl(held_out, [{"question": "Where does dee LIVE", "answer": "?"}])
+    exclude = ["--exclude", f"{dev},{held_out}"]
     gold = ["--preset", "tiny", "--data", str(tmp_path / "six.jsonl"), "--output", str(tmp_path / "gold.jsonl")]
     for main in (functools.partial(collect.main, [*gold, *exclude]), lambda: teach(tmp_path / "self.jsonl", *exclude)):
-        main()
+        assert main() == 0
         assert "--exclude: left out 4 of 6 questions (3 by id, 1 by text)" in capsys.readouterr().err
-    assert {r["id"] for r in lines(tmp_path / "gold.jsonl")} <= {"Eve", "Flo"}
+    assert [r["id"] for r in lines(tmp_path / "gold.jsonl")] == ["Eve"]  # Flo's answer stands in no paragraph
     assert [r["id"] for r in lines(tmp_path / "self.jsonl.rejected.jsonl")] == ["Eve", "Flo"]
-    before = dev.read_bytes()
+    dev_bytes = dev.read_bytes()
     assert teach(dev, *exclude) == 1
-    assert shows(capsys.readouterr().err, "output-is-input", "--exclude") and dev.read_bytes() == before
+    assert shows(capsys.readouterr().err, "output-is-input", "--exclude") and dev.read_bytes() == dev_bytes
 
 
 def test_a_question_at_which_the_retriever_failed_is_asked_again_next_time(tmp_path, teach, monkeypatch, capsys):

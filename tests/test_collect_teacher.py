@@ -35,12 +35,14 @@ class Server:
                 prompt = "\n\n".join(text for _, text in server.chats[-1])
                 server.prompts.append(prompt)
                 attempt = re.search(r"This is attempt (\d+) of", prompt)
-                told = server.reply(prompt, int(attempt[1]) if attempt else 1)
-                answer, status = {"error": {"code": told, "message": "no"}}, told
-                if isinstance(told, str):
+                response = server.reply(prompt, int(attempt[1]) if attempt else 1)
+                answer = {"error": {"code": response, "message": "no"}}
+                status = response
+                if isinstance(response, str):
                     usage = {"promptTokenCount": 1000, "candidatesTokenCount": 100}
-                    candidate = {"content": {"parts": [{"text": told}]}, "finishReason": "STOP"}
-                    answer, status = {"candidates": [candidate], "usageMetadata": usage}, 200
+                    candidate = {"content": {"parts": [{"text": response}]}, "finishReason": "STOP"}
+                    answer = {"candidates": [candidate], "usageMetadata": usage}
+                    status = 200
                 data = json.dumps(answer).encode()
                 self.send_response(status)
                 self.send_header("content-type", "application/json")
@@ -142,13 +144,13 @@ def test_wrong_and_malformed_attempts_are_tried_again_and_then_rejected(tmp_path
     assert sum("director of Film 3" in p for p in teach.server.prompts) == 2
 
 
-@pytest.mark.parametrize(("answers", "kept"), [("keep", 1), ("drop", 0)])
-def test_a_teacher_that_answers_without_a_search_is_kept_or_not(tmp_path, teach, capsys, answers, kept):
+@pytest.mark.parametrize(("answers", "row_count"), [("keep", 1), ("drop", 0)])
+def test_a_teacher_that_answers_without_a_search_is_kept_or_not(tmp_path, teach, capsys, answers, row_count):
     teach.server.reply = lambda *_: "Step 1:\nThe problem analysis: I know.\nThe final answer: Oslo"
     options = ["--without-search", answers, "--attempts", "2"]
-    assert teach(write(tmp_path / "data.jsonl", [row(1)]), *options) == 1 - kept
-    assert len(teach.server.prompts) == (1 if kept else 2)
-    assert ("rejected: answered without a search" in capsys.readouterr().out) == (not kept)
+    assert teach(write(tmp_path / "data.jsonl", [row(1)]), *options) == 1 - row_count
+    assert len(teach.server.prompts) == (1 if row_count else 2)
+    assert ("rejected: answered without a search" in capsys.readouterr().out) == (not row_count)
 
 
 def test_each_attempt_is_asked_in_another_way_and_no_temperature_is_sent(tmp_path, teach):
@@ -189,20 +191,21 @@ def test_an_answer_is_demanded_after_the_last_query(tmp_path, teach):
 def test_a_second_run_asks_only_what_is_left(tmp_path, teach, capsys):
     rows = [row(1), row(2, answer="Rome")]
     assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
-    asked, kept = len(teach.server.prompts), teach.output.read_bytes()
+    request_count = len(teach.server.prompts)
+    content = teach.output.read_bytes()
     assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
-    assert len(teach.server.prompts) == asked and teach.output.read_bytes() == kept
+    assert len(teach.server.prompts) == request_count and teach.output.read_bytes() == content
     table = capsys.readouterr().out
     assert re.search(r"kept in earlier runs +1\n", table) and re.search(r"rejected in earlier runs +1\n", table)
     # A crash in the middle of a line: what is torn is collected again, from the cache.
-    teach.output.write_bytes(kept[:-20])
+    teach.output.write_bytes(content[:-20])
     assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
-    assert len(teach.server.prompts) == asked and teach.output.read_bytes() == kept
+    assert len(teach.server.prompts) == request_count and teach.output.read_bytes() == content
     assert "removed the incomplete last line" in capsys.readouterr().err
     # It may be torn inside a character, too.
-    teach.output.write_bytes(kept + '{"id": "q2", "question": "é'.encode()[:-1])
+    teach.output.write_bytes(content + '{"id": "q2", "question": "é'.encode()[:-1])
     assert teach(write(tmp_path / "data.jsonl", rows), "--attempts", "1") == 0
-    assert teach.output.read_bytes() == kept
+    assert teach.output.read_bytes() == content
 
 
 def test_caps_stop_the_run_with_whole_lines_and_a_later_run_goes_on(tmp_path, teach, capsys):
@@ -248,11 +251,11 @@ def test_a_run_of_other_settings_does_not_go_on_with_the_file(tmp_path, teach, c
     """Trajectories of two teachers were mixed in one file."""
     data = write(tmp_path / "data.jsonl", [row(1), row(2)])
     assert teach(data, "--limit", "1", "--attempts", "2") == 0
-    kept = teach.output.read_bytes()
+    content = teach.output.read_bytes()
     assert teach(data, "--attempts", "3", "--max-hops", "4") == 1
-    told = capsys.readouterr().err
-    assert shows(told, "other-run", "collect", "attempts (was 2, is 3), max_hops (was 5, is 4)")
-    assert teach.output.read_bytes() == kept
+    stderr = capsys.readouterr().err
+    assert shows(stderr, "other-run", "collect", "attempts (was 2, is 3), max_hops (was 5, is 4)")
+    assert teach.output.read_bytes() == content
     assert teach(data, "--attempts", "2", "--judge-rpm", "1000") == 0  # more questions, at another rate
     assert [r["id"] for r in lines(teach.output)] == ["q1", "q2"]
     (tmp_path / "out.jsonl.config.toml").write_text("[evaluate]\n")
@@ -274,10 +277,10 @@ def test_a_first_line_that_was_torn_is_collected_again(tmp_path, teach, capsys):
     """The settings beside the file show that the line is our own."""
     data = write(tmp_path / "data.jsonl", [row(1)])
     assert teach(data) == 0
-    whole = teach.output.read_bytes()
-    teach.output.write_bytes(whole[:30])
+    content = teach.output.read_bytes()
+    teach.output.write_bytes(content[:30])
     assert teach(data) == 0
-    assert teach.output.read_bytes() == whole and "removed the incomplete last line" in capsys.readouterr().err
+    assert teach.output.read_bytes() == content and "removed the incomplete last line" in capsys.readouterr().err
 
 
 def test_what_an_editor_left_without_a_line_end_stays_as_it_is(tmp_path, teach):
@@ -293,7 +296,8 @@ def test_what_an_editor_left_without_a_line_end_stays_as_it_is(tmp_path, teach):
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs Linux")
 def test_a_full_disk_ends_the_run_with_status_1(tmp_path, teach, monkeypatch, capsys):
     data = write(tmp_path / "data.jsonl", [row(1)])
-    sync, calls = os.fsync, []
+    sync = os.fsync
+    calls = []
 
     def full(descriptor):
         calls.append(os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -303,5 +307,5 @@ def test_a_full_disk_ends_the_run_with_status_1(tmp_path, teach, monkeypatch, ca
 
     monkeypatch.setattr(os, "fsync", full)
     assert teach(data) == 1
-    told = capsys.readouterr().err
-    assert f"{teach.output}: No space left on device\n" in told and "Traceback" not in told
+    stderr = capsys.readouterr().err
+    assert f"{teach.output}: No space left on device\n" in stderr and "Traceback" not in stderr

@@ -33,9 +33,9 @@ def signals():
     """`command.run` takes SIGTERM over; give it back."""
     import signal
 
-    before = signal.getsignal(signal.SIGTERM)
+    handler = signal.getsignal(signal.SIGTERM)
     yield
-    signal.signal(signal.SIGTERM, before)
+    signal.signal(signal.SIGTERM, handler)
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ command.Command("ppo", PpoConfig(), lambda config: print(os.environ.get("GOMP_SP
 
 
 @pytest.mark.parametrize(
-    ("asked", "set_to"), [({}, "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")]
+    ("variables", "set_to"), [({}, "1000"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "None"), ({"GOMP_SPINCOUNT": "7"}, "7")]
 )
-def test_before_torch_is_loaded_waiting_threads_are_told_to_sleep_soon(asked, set_to):
-    own = {name: x for name, x in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    done = subprocess.run([sys.executable, "-c", SEEN_BY_TORCH], env=own | asked, capture_output=True, text=True)
+def test_before_torch_is_loaded_waiting_threads_are_told_to_sleep_soon(variables, set_to):
+    env = {name: x for name, x in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    done = subprocess.run([sys.executable, "-c", SEEN_BY_TORCH], env=env | variables, capture_output=True, text=True)
     assert done.stdout.strip() == set_to, done.stderr
 
 
@@ -144,9 +144,9 @@ def test_a_mistyped_input_is_told_before_the_work_with_the_nearest_name(tmp_path
     monkeypatch.chdir(tmp_path)
     nearest = f"did you mean {Path('runs', 'sft')}?"
     assert run(raising(AssertionError()), "--data", "train.jsonl", "--adapter", "runs/stf") == 1
-    told = capsys.readouterr().err
-    assert f"r3lite.sft stopped: --adapter runs/stf: no such run ({nearest})\n" in told
-    assert "Pass a run folder" in told
+    stderr = capsys.readouterr().err
+    assert f"r3lite.sft stopped: --adapter runs/stf: no such run ({nearest})\n" in stderr
+    assert "Pass a run folder" in stderr
     assert run(lambda config: None, "--data", "train.jsonl", "--adapter", "runs/sft") == 0
     serve = command.Command("serve", CONFIGS["serve"][0], lambda config: None)
     assert serve(["--adapters", "runs/sft,rl=runs/sft,base"]) == 0
@@ -159,8 +159,8 @@ def test_a_mistyped_input_is_told_before_the_work_with_the_nearest_name(tmp_path
     assert "missing: --data trian.jsonl: no such file (did you mean train.jsonl?)\n" in capsys.readouterr().out
     collect = command.Command("collect", CONFIGS["collect"][0], lambda config: None)
     assert collect(["--data", "train.jsonl", "--exclude", "hotpotqa,validation"]) == 1
-    told = capsys.readouterr().err
-    assert "--exclude validation: no such file" in told and 'exclude = ["hotpotqa,validation"]' in told
+    stderr = capsys.readouterr().err
+    assert "--exclude validation: no such file" in stderr and 'exclude = ["hotpotqa,validation"]' in stderr
 
 
 def test_a_folder_of_runs_or_of_something_else_is_no_adapter(tmp_path, capsys, monkeypatch):
@@ -176,10 +176,10 @@ def test_a_folder_of_runs_or_of_something_else_is_no_adapter(tmp_path, capsys, m
     Path("notes").mkdir()
     capsys.readouterr()
     assert ask(["--adapter", "runs"]) == ask(["--adapter", "notes"]) == 1
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     runs = ", ".join(str(Path(name)) for name in ("runs/left/checkpoint-5", "runs/sft", "runs/world/ppo"))
-    assert f"r3lite.ask stopped: --adapter runs has no adapter; runs in it: {runs}\n  Pass a run folder" in told
-    assert "--adapter notes has no adapter (adapter_config.json)\n" in told
+    assert f"r3lite.ask stopped: --adapter runs has no adapter; runs in it: {runs}\n  Pass a run folder" in stderr
+    assert "--adapter notes has no adapter (adapter_config.json)\n" in stderr
     assert ask(["--adapter", "runs", "--dry-run"]) == 0
     assert "missing: --adapter runs has no adapter; runs in it: " in capsys.readouterr().out
 

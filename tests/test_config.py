@@ -46,8 +46,8 @@ def test_every_setting_has_help_and_a_default_within_its_bounds(section):
     names = [f.name for f in dataclasses.fields(section)]
     assert list(field_docs(section)) == names and all(field_docs(section).values())
     alone = dataclasses.make_dataclass("Alone", [("only", section, section())], frozen=True)(section())
-    given = {k: v for k, v in flat(alone).items() if v is not None}
-    assert flat(with_values(alone, given)) == flat(alone)
+    defaults = {k: v for k, v in flat(alone).items() if v is not None}
+    assert flat(with_values(alone, defaults)) == flat(alone)
 
 
 def test_later_wins(toml):
@@ -187,7 +187,7 @@ def test_a_bad_file_is_named_with_the_nearest_key(toml, text, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "argv", "most"),
+    ("name", "argv", "bound"),
     [
         ("sft", ["--validation-fraction", "1"], "at most 0.5"),
         ("sft", ["--gradient-accumulation", "1000000"], "at most 4096"),
@@ -203,9 +203,9 @@ def test_a_bad_file_is_named_with_the_nearest_key(toml, text, message):
         ("retrieve", ["--top-k", "1000000"], "at most 1000"),
     ],
 )
-def test_what_would_take_weeks_or_overflow_is_refused_with_its_bound(name, argv, most):
+def test_what_would_take_weeks_or_overflow_is_refused_with_its_bound(name, argv, bound):
     default, table = CONFIGS[name]
-    with pytest.raises(UsageError, match=f"it must be {most}$"):
+    with pytest.raises(UsageError, match=f"it must be {bound}$"):
         resolve(name, default, argv, table)
 
 
@@ -241,9 +241,9 @@ def test_a_file_with_a_byte_order_mark(toml):
 def test_resolved_settings_are_read_back(toml):
     argv = ["--model", 'C:\\models\\"q" é\x7f\n', "--learning-rate", "1e-7", "--lora-targets", "q_proj", "--limit", "3"]
     config = resolve("sft", Everything(), [*argv, "--rslora", "--judge-max-cost", "0.1"])
-    again = resolve("sft", Everything(), ["--config", toml(to_toml(config, "sft"))])
-    given = {name: value for name, value in flat(again).items() if name != "config"}
-    assert given == {name: value for name, value in flat(config).items() if name != "config"}
+    restored = resolve("sft", Everything(), ["--config", toml(to_toml(config, "sft"))])
+    restored_values = {name: value for name, value in flat(restored).items() if name != "config"}
+    assert restored_values == {name: value for name, value in flat(config).items() if name != "config"}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -258,23 +258,23 @@ def test_what_was_unset_on_purpose_stays_unset_when_read_back(toml, name, preset
     for argv in ([], unset):
         config = resolve(name, default, ["--preset", preset, *argv], table)
         file = toml(to_toml(config, table))
-        again = resolve(name, default, ["--config", file], table)
-        assert again == with_values(config, {"config": file})
+        restored = resolve(name, default, ["--config", file], table)
+        assert restored == with_values(config, {"config": file})
 
 
 # Traits
 
 
 def test_a_trait_stands_beside_bounds_and_leaves_them():
-    class Some(Section):
+    class ExampleSection(Section):
         plain: int = 1
         free: Free[Annotated[int, Bounds(low=1)]] = 1
         maybe: Free[Annotated[int, Bounds(low=1)] | None] = None
         choice: Free[Literal["a", "b"]] = "a"
         folders: tuple[str, ...] | None = None
 
-    assert settings_with(Some(), Trait.FREE) == ["free", "maybe", "choice"]
-    kinds = kinds_of(Some)
+    assert settings_with(ExampleSection(), Trait.FREE) == ["free", "maybe", "choice"]
+    kinds = kinds_of(ExampleSection)
     assert kinds["maybe"].convert("maybe", "none") is None and kinds["choice"].choices == ("a", "b")
     # An item of a list is never None, which ended in a traceback.
     folders = kinds["folders"]
@@ -340,24 +340,24 @@ def test_the_short_help_fits_on_a_page_and_that_of_all_settings_names_each_flag(
     short = help_text(name, COMMANDS[name], every=False)
     assert short.count("\n") <= SHORT_HELP == 60
     assert "--preset" in short and "--dry-run" in short
-    whole = help_text(name, COMMANDS[name], every=True)
+    full_help = help_text(name, COMMANDS[name], every=True)
     flags = {"--" + setting.replace("_", "-") for setting in flat(COMMANDS[name])}
-    assert {word for word in flags if f"  {word}" not in whole and f"--no-{word[2:]}" not in whole} == set()
-    assert len(whole) >= len(short)
+    assert {word for word in flags if f"  {word}" not in full_help and f"--no-{word[2:]}" not in full_help} == set()
+    assert len(full_help) >= len(short)
 
 
 def test_the_short_help_has_what_most_people_set_with_a_sentence(capsys):
-    for argv, shown in (["--help"], False), (["-h"], False), (["--help", "all"], True), (["-h", "all"], True):
+    for argv, is_full in (["--help"], False), (["-h"], False), (["--help", "all"], True), (["-h", "all"], True):
         with pytest.raises(SystemExit) as leaving:
             resolve("ppo", settings.PpoConfig(), argv)
         text = capsys.readouterr().out
         assert leaving.value.code == 0 and text.startswith("usage: python -m r3lite.ppo")
-        assert ("--guard-kl " in text, "rollbacks" in text, "Collapse guard" in text) == (shown, shown, shown)
-        assert ("--help all shows all" in text) is not shown
+        assert ("--guard-kl " in text, "rollbacks" in text, "Collapse guard" in text) == (is_full, is_full, is_full)
+        assert ("--help all shows all" in text) is not is_full
         for word in ["--adapter", "--learning-rate", "--num-generations", "--kl-beta", "--top-k", "--max-new-tokens"]:
             assert f"  {word} " in text
         lines = text.splitlines()
-        assert ("  --top-k N                 passages per query [5]" in lines) is not shown
+        assert ("  --top-k N                 passages per query [5]" in lines) is not is_full
     with raises(UsageError, "unknown-choice", "--help", "everything"):
         resolve("ppo", settings.PpoConfig(), ["--help", "everything"])
 

@@ -116,15 +116,15 @@ def test_sft_and_grpo_run_with_all_that_is_optional_blocked(trained):
     assert any(step.get("documents") for e in episodes for step in e["steps"])  # the retriever was asked, and answered
 
 
-@pytest.mark.parametrize("what", OPTIONAL)
-def test_training_asks_for_nothing_optional(trained, what):
+@pytest.mark.parametrize("feature", OPTIONAL)
+def test_training_asks_for_nothing_optional(trained, feature):
     """Not even in a `try`, which would hide it."""
-    names = OPTIONAL[what]
+    names = OPTIONAL[feature]
     for name in names:
         path = PACKAGE / name.replace(".", "/")
         assert path.is_dir() or path.with_suffix(".py").exists(), f"{name} is gone: the test looks for nothing"
-    asked = trained[1]["asked"]
-    assert [name for name in asked if name.removeprefix("r3lite.").startswith(names)] == []
+    imports = trained[1]["asked"]
+    assert [name for name in imports if name.removeprefix("r3lite.").startswith(names)] == []
 
 
 def test_what_is_blocked_cannot_be_imported():

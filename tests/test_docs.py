@@ -51,13 +51,16 @@ STEPS = (
 
 def test_every_file_on_the_map_is_there():
     """A name is looked for in the repository, in the package, or in the room that its paragraph has named before."""
-    missing, places = [], [ROOT, ROOT / "r3lite"]
-    for name in re.findall(r"[\w./]+(?:\.py|/)(?=[`\s,;:])", MAP.read_text(encoding="utf-8")):
-        found = next((place / name for place in places if (place / name).exists()), None)
-        if found is None:
+    missing = []
+    places = [ROOT, ROOT / "r3lite"]
+    names = re.findall(r"[\w./]+(?:\.py|/)(?=[`\s,;:])", MAP.read_text(encoding="utf-8"))
+    assert len(names) > 100
+    for name in names:
+        path = next((place / name for place in places if (place / name).exists()), None)
+        if path is None:
             missing.append(name)
         else:
-            places[2:] = [found if found.is_dir() else found.parent]
+            places[2:] = [path if path.is_dir() else path.parent]
     assert missing == []
 
 
@@ -99,22 +102,23 @@ def sample(tokenizer, name: str) -> str:
     layout = Layout(tokenizer, protocol, LengthSettings())
     steps = PLANNED if protocol.plans else STEPS if protocol.can_search else STEPS[1:]
     transcript = layout.lay_out(Question("q", "Who directed Brenn?", ()), steps, 64)
-    prompt, text = len(layout.prompt(transcript.question.text)), ""
+    prompt = len(layout.prompt(transcript.question.text))
+    text = ""
     parts = itertools.groupby(
         zip(transcript.tokens[prompt:], transcript.action_mask[prompt:]), key=lambda pair: pair[1]
     )
-    for written, pairs in parts:
+    for is_action, pairs in parts:
         # The last token of a turn is marked, as special tokens are not decoded.
         tokens = [token for token, _ in pairs]
-        shown = tokenizer.decode(tokens) + "[end]" * (written and tokens[-1] == tokenizer.stop_id)
-        text += f"\u00ab{shown}\u00bb" if written else shown
+        decoded = tokenizer.decode(tokens) + "[end]" * (is_action and tokens[-1] == tokenizer.stop_id)
+        text += f"\u00ab{decoded}\u00bb" if is_action else decoded
     return text
 
 
 def test_every_fault_of_a_plan_and_its_answers_is_in_their_table():
     text = FORMATS.read_text(encoding="utf-8")
     faults = dag.FAULTS | GRAPH_FAULTS
-    assert [f for f, what in faults.items() if f"| `{f}` | {what} |" not in text] == []
+    assert [f for f, description in faults.items() if f"| `{f}` | {description} |" not in text] == []
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
@@ -124,8 +128,8 @@ def test_the_sample_episode_of_a_format_is_what_the_code_writes(tokenizer, name)
 
 def test_every_fault_of_the_tags_is_in_their_table():
     text = FORMATS.read_text(encoding="utf-8")
-    for fault, what in FAULTS.items():
-        assert f"| `{fault}` | {what} | {'forgiven' if fault in FORGIVEN else 'a fault'} |" in text
+    for fault, description in FAULTS.items():
+        assert f"| `{fault}` | {description} | {'forgiven' if fault in FORGIVEN else 'a fault'} |" in text
 
 
 def test_every_retriever_has_its_row():
@@ -153,26 +157,26 @@ def test_every_algorithm_has_its_row_and_its_settings_are_those_of_the_code():
 
 def test_the_example_of_every_algorithm_is_taken(tmp_path):
     examples = re.findall(r"```toml\n(.*?)```", ALGORITHMS_PAGE.read_text(encoding="utf-8"), re.S)
-    chosen = []
+    algorithms = []
     for text in examples:
         (tmp_path / "my.toml").write_text(text, encoding="utf-8")
         config = resolve("ppo", PpoConfig(), ["--config", str(tmp_path / "my.toml")])
         check(config.rl, config.set_by_user, config.lengths)
         for section in sections(config).values():
             section.check()
-        chosen.append(config.rl.algorithm)
-    assert sorted(chosen) == sorted(ALGORITHMS)
+        algorithms.append(config.rl.algorithm)
+    assert sorted(algorithms) == sorted(ALGORITHMS)
 
 
 def test_every_limit_of_the_guard_is_in_its_table_with_its_default():
     rows = re.findall(
         r"^\| `(guard_\w+)` \| ([\d.]+) \|.*\| (\d) (?:rounds|validations) \|$", COLLAPSE.read_text("utf-8"), re.M
     )
-    usual = GuardSettings()
-    limits = {name: value for name, value in vars(usual).items() if name in LIMITS}
+    defaults = GuardSettings()
+    limits = {name: value for name, value in vars(defaults).items() if name in LIMITS}
     assert {name: float(value) for name, value, _ in rows} == limits
     for name, _, in_a_row in rows:
-        assert int(in_a_row) == (usual.guard_validations if name == "guard_f1_drop" else usual.guard_patience)
+        assert int(in_a_row) == (defaults.guard_validations if name == "guard_f1_drop" else defaults.guard_patience)
 
 
 def test_every_metric_is_explained_and_has_a_title():
@@ -206,11 +210,11 @@ def test_every_reward_has_its_row_with_its_parameters():
     text = REWARDS_PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| ([^|]*)\| -?\d", text, re.M)
     assert [name for name, _ in rows] == list(REWARDS)
-    for name, told in rows:
+    for name, cell in rows:
         taken = list(inspect.signature(REWARDS[name]).parameters.values())[1:]
-        shown = [p.default if p.name != "words" else f"({', '.join(p.default)})" for p in taken if p.name != VERDICT]
+        defaults = [p.default if p.name != "words" else f"({', '.join(p.default)})" for p in taken if p.name != VERDICT]
         names = [p.name for p in taken if p.name != VERDICT]
-        assert told.strip() == ", ".join(f"`{key}` {value}" for key, value in zip(names, shown)), name
+        assert cell.strip() == ", ".join(f"`{key}` {value}" for key, value in zip(names, defaults)), name
 
 
 def test_a_users_own_rewards_work_as_the_page_says(tmp_path, monkeypatch):

@@ -76,8 +76,8 @@ def report(path: Path) -> dict:
 def test_each_check_is_a_line_and_one_that_raises_has_failed_while_the_others_go_on(checks, tmp_path, capsys):
     checks(sound, raising, absent, out_of_memory, broken, sound)
     assert doctor.main([*FP32, "--output", str(tmp_path / "d.json")]) == 1
-    told = capsys.readouterr()
-    lines = [line.rstrip() for line in told.out.split("correctness\n")[1].split("\n\n")[0].splitlines()]
+    captured = capsys.readouterr()
+    lines = [line.rstrip() for line in captured.out.split("correctness\n")[1].split("\n\n")[0].splitlines()]
     assert lines[0] == "ok sound               as it should be"
     assert lines[1] == "!! raising             ValueError: no such number"
     assert "report it with doctor.json" in lines[2]
@@ -89,24 +89,24 @@ def test_each_check_is_a_line_and_one_that_raises_has_failed_while_the_others_go
     ]
     assert lines[7] == "!! broken              2 is not 3" and lines[8].strip() == "Count again."
     assert lines[9].startswith("ok sound") and lines[10].startswith("-- beside the tensors")
-    assert "Traceback" not in told.out + told.err
-    assert shows(told.err, "checks-failed", "3", "8", "raising, out_of_memory, broken")
+    assert "Traceback" not in captured.out + captured.err
+    assert shows(captured.err, "checks-failed", "3", "8", "raising, out_of_memory, broken")
 
 
 def test_the_file_has_all_that_was_printed(checks, tmp_path, capsys):
     checks(sound, raising)
     path = tmp_path / "of" / "mine.json"
     assert doctor.main([*FP32, "--output", str(path)]) == 1
-    found = report(path)
-    assert found.keys() == {"r3lite", "ok", "seconds", "dtype", "machine", "speeds", "checks"}
-    assert not found["ok"] and found["dtype"] == "fp32" and found["machine"]["torch"] == torch.__version__
-    speeds, one, other, beside = found["checks"]
-    assert (speeds["name"], one["state"], other["state"], beside["state"]) == ("speeds", "ok", "failed", "skipped")
-    assert one["measured"] == {"figure": 0.333333, "lost": None}
-    assert other["told"] == "ValueError: no such number" and other["remedy"]
-    assert other["where"][-1].startswith("elsewhere:") and other["where"][0].startswith("r3lite/checks/report.py:")
+    diagnosis = report(path)
+    assert diagnosis.keys() == {"r3lite", "ok", "seconds", "dtype", "machine", "speeds", "checks"}
+    assert not diagnosis["ok"] and diagnosis["dtype"] == "fp32" and diagnosis["machine"]["torch"] == torch.__version__
+    speeds, passed, failed, beside = diagnosis["checks"]
+    assert (speeds["name"], passed["state"], failed["state"], beside["state"]) == ("speeds", "ok", "failed", "skipped")
+    assert passed["measured"] == {"figure": 0.333333, "lost": None}
+    assert failed["told"] == "ValueError: no such number" and failed["remedy"]
+    assert failed["where"][-1].startswith("elsewhere:") and failed["where"][0].startswith("r3lite/checks/report.py:")
     out = capsys.readouterr().out
-    assert all(entry["told"].split(";")[0] in out for entry in found["checks"])
+    assert all(entry["told"].split(";")[0] in out for entry in diagnosis["checks"])
 
 
 def test_all_is_well_and_speeds_are_reported(checks, tmp_path, capsys):
@@ -131,8 +131,8 @@ def test_fp16_that_is_slower_than_fp32_on_a_card_is_said(checks, monkeypatch):
     speeds = Speeds("card", {"fp32": 1e11, "fp16": 1e11}, {"fp32": 3e12, "fp16": 2e12}, 4e-6, MEASURED)
     monkeypatch.setattr(speed, "measure", lambda device, product: speeds)
     monkeypatch.setattr(speed, "host_copy_speed", lambda device, pinned: 6e9 if pinned else 3e9)
-    told = measured_speeds(torch.device("cuda"), []).message
-    assert told.endswith(
+    message = measured_speeds(torch.device("cuda"), []).message
+    assert message.endswith(
         "from the host 3.0 GB/s, pinned 6.0; fp16 is slower than fp32: if a run fits in memory, pass --dtype fp32"
     )
 
@@ -202,14 +202,15 @@ def test_no_path_and_no_name_of_the_user_is_told(planted, checks, monkeypatch, c
 
     checks(missing, unreadable, windows, relative)
     assert doctor.main(FP32) == 1
-    told, path = capsys.readouterr(), planted / ".cache" / "r3lite" / "doctor.json"
-    written = path.read_text(encoding="utf-8")
-    assert_nothing_planted(written)
-    assert_nothing_planted(told.out.replace(str(path), "") + told.err)
-    found = [entry["told"] for entry in report(path)["checks"]]
-    assert found[1] == "FileNotFoundError: [Errno 2] No such file or directory: <path>"
-    assert found[2] == "<path> cannot be read"
-    assert found[3] == "<path> is locked, and <path> is not there"
+    captured = capsys.readouterr()
+    path = planted / ".cache" / "r3lite" / "doctor.json"
+    content = path.read_text(encoding="utf-8")
+    assert_nothing_planted(content)
+    assert_nothing_planted(captured.out.replace(str(path), "") + captured.err)
+    messages = [entry["told"] for entry in report(path)["checks"]]
+    assert messages[1] == "FileNotFoundError: [Errno 2] No such file or directory: <path>"
+    assert messages[2] == "<path> cannot be read"
+    assert messages[3] == "<path> is locked, and <path> is not there"
 
 
 @pytest.mark.parametrize(
@@ -255,13 +256,14 @@ def test_a_user_without_a_home_has_paths_to_hide_all_the_same(monkeypatch):
 def test_the_real_checks_on_a_cpu(planted, capsys):
     """All of them, in fp32; what they print and write names nobody."""
     assert doctor.main([*FP32, "--output", "found.json"]) == 0, capsys.readouterr().out
-    told, found = capsys.readouterr(), report(planted / PROJECT / "found.json")
-    assert_nothing_planted(told.out + told.err + json.dumps(found))
-    states = {entry["name"]: entry["state"] for entry in found["checks"]}
+    captured = capsys.readouterr()
+    diagnosis = report(planted / PROJECT / "found.json")
+    assert_nothing_planted(captured.out + captured.err + json.dumps(diagnosis))
+    states = {entry["name"]: entry["state"] for entry in diagnosis["checks"]}
     assert list(states) == ["speeds", *(check.name for check in registry.CHECKS), registry.BESIDE[0]]
     skips = {"logits in 16 bits", "graphs", "training", "beside the tensors"}
     assert {name for name, state in states.items() if state == "skipped"} - {"card"} == skips
-    assert found["speeds"]["name"] == cards.device_name(CPU)
+    assert diagnosis["speeds"]["name"] == cards.device_name(CPU)
     assert [name for name in os.listdir(planted / HIDDEN) if name.startswith("r3lite")] == []  # no folder is left over
 
 

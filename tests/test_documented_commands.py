@@ -21,7 +21,10 @@ from tests.commands import CONFIGS
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "SKILL.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-SETTINGS = {name: usual for name, (usual, _) in CONFIGS.items()} | {"report": ReportConfig(), "export": ExportConfig()}
+SETTINGS = {name: default for name, (default, _) in CONFIGS.items()} | {
+    "report": ReportConfig(),
+    "export": ExportConfig(),
+}
 # Words of commands that are run elsewhere, or nowhere, with the reason.
 ELSEWHERE = {
     "...": "a part of a command",
@@ -72,8 +75,8 @@ def commands(path: Path) -> list[list[str]]:
     """The words of each command in a page's blocks, without `python -m` and comments."""
     blocks = re.findall(r"^```\w*\n(.*?)^```$", path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    found = (re.search(r"-m (r3lite\..*)", line) for line in lines)
-    return [shlex.split(line[1], comments=True) for line in found if line]
+    matches = (re.search(r"-m (r3lite\..*)", line) for line in lines)
+    return [shlex.split(line[1], comments=True) for line in matches if line]
 
 
 ALL = [(path.name, words) for path in PAGES for words in commands(path)]
@@ -89,7 +92,7 @@ def write_configs(folder: Path) -> None:
             (folder / name).write_text(f"# {block}", encoding="utf-8")
 
 
-def usual(name: str, arguments: list[str]) -> object:
+def default_settings(name: str, arguments: list[str]) -> object:
     """The settings of a command before it is given any."""
     return SETTINGS["plan of RL" if name == "plan" and "--algorithm" in arguments else name]
 
@@ -107,14 +110,15 @@ def test_a_command_of_a_page_is_understood(page, words, monkeypatch, tmp_path):
     name, *arguments = [word for word in words if word != "..."]
     name = name.removeprefix("r3lite.")
     if "--help" not in arguments:
-        before = usual(name, arguments)
-        assert type(resolve(name, before, arguments)) is type(before)
+        defaults = default_settings(name, arguments)
+        assert type(resolve(name, defaults, arguments)) is type(defaults)
 
 
 @pytest.fixture(scope="session")
 def desk(tmp_path_factory, cold):
     """A folder with all the files that the pages' commands name."""
-    folder, world = tmp_path_factory.mktemp("desk"), shipped("data", "world")
+    folder = tmp_path_factory.mktemp("desk")
+    world = shipped("data", "world")
     lines = (world / "train.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     corpus = (world / "corpus.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     rows = (cold / "rows.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
@@ -124,8 +128,8 @@ def desk(tmp_path_factory, cold):
         (folder / name).write_text(text, encoding="utf-8")
 
     for i, name in enumerate(QUESTIONS):  # other questions in each, as --exclude may leave none
-        some = lines[12 * i : 12 * i + 12]
-        put(name, "".join(some) if name.endswith("l") or name == "FILE" else f"[{','.join(some)}]")
+        chunk = lines[12 * i : 12 * i + 12]
+        put(name, "".join(chunk) if name.endswith("l") or name == "FILE" else f"[{','.join(chunk)}]")
     for i, name in enumerate(ROWS):
         put(name, "".join(rows[8 * i : 8 * i + 8]))
     for i, name in enumerate(PASSAGES):
@@ -152,11 +156,11 @@ def desk(tmp_path_factory, cold):
 def test_a_command_of_a_page_runs(page, words, desk, monkeypatch, capfd):
     name, *arguments = words
     name = name.removeprefix("r3lite.")
-    settings = vars(usual(name, arguments)).values()
-    known = {f"--{field.replace('_', '-')}" for part in settings for field in vars(part)}
+    settings = vars(default_settings(name, arguments)).values()
+    flags = {f"--{field.replace('_', '-')}" for part in settings for field in vars(part)}
     reads = name == "report" or "--compare" in arguments or (name == "procedures" and "--match" not in arguments)
     for flag, value in ({} if reads else TINY | SMALL.get(name, {})).items():
-        if flag in known and flag not in arguments and not (flag == "--device" and "--card" in arguments):
+        if flag in flags and flag not in arguments and not (flag == "--device" and "--card" in arguments):
             arguments += [flag, value]
     monkeypatch.chdir(desk)
     if "--output" in arguments and not {"--add", "--delete"} & set(arguments):

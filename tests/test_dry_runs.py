@@ -59,14 +59,14 @@ def contents(folder: Path) -> dict:
 @pytest.mark.parametrize(("name", "flags", "cause"), REFUSED)
 def test_a_dry_run_refuses_what_the_run_refuses(desk, capsys, name, flags, cause):
     """`ppo --dry-run` without an index passed, and so did one whose output was another run's."""
-    before = contents(desk)
+    contents_before = contents(desk)
     main = importlib.import_module(f"r3lite.{name}").main
     argv = flags.split()
     if name in NEEDS_PRESET:
         argv += ["--preset", "tiny"]
     status = main([*argv, "--dry-run"])
     error = capsys.readouterr().err.strip().splitlines()
-    assert contents(desk) == before
+    assert contents(desk) == contents_before
     assert status in (1, 2) and cause in "\n".join(error)
     assert main(argv) == status
     assert capsys.readouterr().err.strip().splitlines()[-len(error) :] == error
@@ -83,8 +83,8 @@ def test_a_dry_run_refuses_what_the_run_refuses(desk, capsys, name, flags, cause
     ],
 )
 def test_a_dry_run_of_what_may_begin_passes_and_leaves_nothing(desk, capsys, name, flags):
-    before = contents(desk)
+    contents_before = contents(desk)
     main = importlib.import_module(f"r3lite.{name}").main
     assert main([*flags.split(), "--preset", "tiny", "--dry-run"]) == 0
     assert "peak " in capsys.readouterr().out
-    assert contents(desk) == before
+    assert contents(desk) == contents_before

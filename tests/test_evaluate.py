@@ -14,12 +14,7 @@ from r3lite.protocols.layout import Layout
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rewards.verdict import StepVerdict, Verdict
 from tests.errors import shows
-from tests.evaluating import SCORES, answer, ask
-
-
-def written(tmp_path):
-    lines = (tmp_path / "out" / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-    return json.loads((tmp_path / "out" / "scores.json").read_text()), [json.loads(line) for line in lines]
+from tests.evaluating import SCORES, answer, ask, read_results
 
 
 def test_scores_by_hand(toy, says, tmp_path, capsys):
@@ -31,7 +26,7 @@ def test_scores_by_hand(toy, says, tmp_path, capsys):
         }
     )
     assert evaluate.main([*toy, "--top-k", "1"]) == 0
-    scores, predictions = written(tmp_path)
+    scores, predictions = read_results(tmp_path / "out")
     values = {name: scores[name]["value"] for name in SCORES}
     expected = {"em": 1 / 3, "f1": (1 + 2 / 3) / 3, "format_adherence": 4 / 5, "retrieval_recall": 1 / 3}
     expected |= {"combined": (0.8 * 0.9 + 0.2 + 0.8 * 0.3 * 2 / 3) / 3, "mean_searches": 2 / 3}
@@ -46,16 +41,16 @@ def test_scores_by_hand(toy, says, tmp_path, capsys):
     ]
     assert predictions[1]["f1"] == pytest.approx(2 / 3)
     assert predictions[0]["steps"][0]["documents"][0]["text"] == "Ada lives in Adatown."
-    shown = capsys.readouterr().out
-    assert "exact match          0.333" in shown and "2 answered, 1 malformed" in shown
+    stdout = capsys.readouterr().out
+    assert "exact match          0.333" in stdout and "2 answered, 1 malformed" in stdout
     assert scores["em_full_recall"] == {"value": 1.0, "low": 1.0, "high": 1.0, "n": 1}  # Ada alone found both
-    assert "EM, full recall      1.000     1.000   1.000   n = 1" in shown
-    assert "faults of steps: 1 no step heading, 1 no analysis, 1 no query or answer" in shown
+    assert "EM, full recall      1.000     1.000   1.000   n = 1" in stdout
+    assert "faults of steps: 1 no step heading, 1 no analysis, 1 no query or answer" in stdout
     # Ada found both gold paragraphs and no other, and answered right; Bob searched nothing; Cy answered nothing.
-    more = {
+    support_scores = {
         name: scores[name]["value"] for name in ("sp_em", "sp_f1", "sp_precision", "sp_recall", "joint_em", "joint_f1")
     }
-    assert more == pytest.approx(dict.fromkeys(more, 1 / 3))
+    assert support_scores == pytest.approx(dict.fromkeys(support_scores, 1 / 3))
     # Byte by byte, with the token that ends each of the five turns.
     turns = [ask(1, "Ada lives in Adatown"), ask(2, "Bob lives in Bobtown"), answer(3, "The Adatown.")]
     assert predictions[0]["reasoning_tokens"] == sum(map(len, turns)) + 3
@@ -74,7 +69,7 @@ def test_an_answer_out_of_the_worked_example_is_a_fault_and_is_reported(toy, say
         }
     )
     assert evaluate.main([*toy]) == 0
-    scores, predictions = written(tmp_path)
+    scores, predictions = read_results(tmp_path / "out")
     assert scores["faults"] == {"copied_example": 2} and scores["format_adherence"]["value"] == 2 / 4
     assert [p["finish"] for p in predictions] == ["answered"] * 3
     assert "2 of 3 answers repeat the prompt's worked example" in capsys.readouterr().out
@@ -106,11 +101,12 @@ def test_a_corpus_without_any_gold_paragraph_is_told(toy, says, tmp_path, capsys
 
 
 def test_procedures_stand_before_the_questions_that_they_fit(toy, tmp_path, capsys, monkeypatch):
-    seen, opened = {}, Layout.open
+    prompts = {}
+    opened = Layout.open
 
     def opening(layout, transcript):
         opened(layout, transcript)
-        seen[transcript.question.id] = layout.tokenizer.decode(transcript.tokens)
+        prompts[transcript.question.id] = layout.tokenizer.decode(transcript.tokens)
 
     monkeypatch.setattr(Layout, "open", opening)
     row = {"name": "Bobs", "description": "d", "trigger": "bob", "steps": [{"action": "Think"}]}
@@ -118,8 +114,9 @@ def test_procedures_stand_before_the_questions_that_they_fit(toy, tmp_path, caps
     argv = ["--procedures", str(tmp_path / "p.json"), "--procedures-by", "triggers", "--max-length", "3072"]
     assert evaluate.main([*toy, *argv]) == 0
     assert "1 of 3 questions have a matching procedure" in capsys.readouterr().out
-    assert ["Procedure: Bobs" in seen[name] for name in ("Ada", "Bob", "Cy")] == [False, True, False]
-    assert [row.get("procedure", "").partition(".")[0] for row in written(tmp_path)[1]] == ["", "Procedure: Bobs", ""]
+    assert ["Procedure: Bobs" in prompts[name] for name in ("Ada", "Bob", "Cy")] == [False, True, False]
+    _, predictions = read_results(tmp_path / "out")
+    assert [row.get("procedure", "").partition(".")[0] for row in predictions] == ["", "Procedure: Bobs", ""]
     assert "procedures = " in (tmp_path / "out" / "config.toml").read_text()
 
 
@@ -132,13 +129,13 @@ def test_tags_and_solution_are_scored_as_r3_is(toy, says, tmp_path):
         }
     )
     assert evaluate.main([*toy, "--format", "tags"]) == 0
-    scores, predictions = written(tmp_path)
+    scores, predictions = read_results(tmp_path / "out")
     values = [scores[name]["value"] for name in ("em", "format_adherence", "mean_searches")]
     assert values == pytest.approx([1 / 3, 1, 1]) and all(p["steps"][0]["documents"] for p in predictions)
     (tmp_path / "out").rename(tmp_path / "tags")
     says({name: [f"{working_out}<SOLUTION> Adatown </SOLUTION>"] for name in ("Ada", "Bob", "Cy")})
     assert evaluate.main([*toy, "--format", "solution"]) == 0
-    values = [written(tmp_path)[0][name]["value"] for name in ("em", "format_adherence", "mean_searches")]
+    values = [read_results(tmp_path / "out")[0][name]["value"] for name in ("em", "format_adherence", "mean_searches")]
     assert values == pytest.approx([1 / 3, 1, 0])
 
 
@@ -146,7 +143,7 @@ def test_files_have_their_keys_and_a_second_run_writes_the_same(toy, tmp_path):
     """Random weights, nothing scripted: only noise is said, and all of it is reported."""
     limits = ["--max-new-tokens", "8", "--limit", "2"]
     assert evaluate.main([*toy, *limits]) == 0
-    scores, predictions = written(tmp_path)
+    scores, predictions = read_results(tmp_path / "out")
     assert {"n", *SCORES} <= scores.keys()
     assert all(set(scores[name]) == {"value", "low", "high"} for name in SCORES)
     keys = {"id", "question", "answers", "prediction", "steps", "finish", "em", "f1", "recall"}
@@ -155,16 +152,16 @@ def test_files_have_their_keys_and_a_second_run_writes_the_same(toy, tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.toml", "predictions.jsonl", "scores.json"]
     (tmp_path / "out").rename(tmp_path / "first")
     assert evaluate.main(["--config", str(tmp_path / "first" / "config.toml")]) == 0
-    assert written(tmp_path) == (scores, predictions)
+    assert read_results(tmp_path / "out") == (scores, predictions)
 
 
 def test_batches_change_no_answer(toy, tmp_path):
-    found = []
+    evaluations = []
     for size in ("1", "3"):
         assert evaluate.main([*toy, "--max-new-tokens", "6", "--rollout-batch-size", size, "--temperature", "1"]) == 0
-        found.append(written(tmp_path))
+        evaluations.append(read_results(tmp_path / "out"))
         (tmp_path / "out").rename(tmp_path / size)
-    assert found[0] == found[1]
+    assert evaluations[0] == evaluations[1]
 
 
 def test_questions_at_which_the_retriever_failed_are_left_out_of_the_scores(toy, says, tmp_path, monkeypatch, capsys):
@@ -186,14 +183,14 @@ def test_questions_at_which_the_retriever_failed_are_left_out_of_the_scores(toy,
     bad = ["bad"]
     monkeypatch.setattr(PassageIndex, "search", sometimes)
     assert evaluate.main(toy) == 0
-    scores, predictions = written(tmp_path)
+    scores, predictions = read_results(tmp_path / "out")
     assert scores["n"] == 2 and scores["em"]["value"] == 1.0 and scores["retrieval_failures"] == 1
     assert [p.get("failure") for p in predictions] == [None, "RuntimeError: can't allocate memory", None]
     assert "the retriever failed on 1 questions; they are left out of the scores" in capsys.readouterr().out
     bad += [f"Where does {name} live?" for name in ("Ada", "Bob", "Cy")]
     says({name: [answer(1, "x"), answer(2, "x")] for name in ("Ada", "Bob", "Cy")})
-    again = [*toy, "--output", str(tmp_path / "again"), "--baseline", "single-retrieval"]
-    assert evaluate.main(again) == 1
+    baseline_flags = [*toy, "--output", str(tmp_path / "again"), "--baseline", "single-retrieval"]
+    assert evaluate.main(baseline_flags) == 1
     assert "the retriever failed on every question" in capsys.readouterr().err
 
 
@@ -201,7 +198,7 @@ def test_questions_at_which_the_retriever_failed_are_left_out_of_the_scores(toy,
 def test_other_retrievers_bring_documents(toy, says, tmp_path, flags):
     says({name: [ask(1, f"Where does {name} live?"), answer(2, f"{name}town")] for name in ("Ada", "Bob", "Cy")})
     assert evaluate.main([*toy, "--retriever", *flags]) == 0
-    scores, predictions = written(tmp_path)
+    scores, predictions = read_results(tmp_path / "out")
     assert scores["n"] == 3 and all(p["steps"][0]["documents"] for p in predictions)
 
 
@@ -210,7 +207,7 @@ def test_baselines(toy, says, tmp_path, baseline, searches):
     # The opening of the answer is given, so the model says no more than the answer, in the first or the second step.
     says({name: [f" {name}town"] * 2 for name in ("Ada", "Bob", "Cy")})
     assert evaluate.main([*toy, "--baseline", baseline]) == 0
-    scores, predictions = written(tmp_path)
+    scores, predictions = read_results(tmp_path / "out")
     assert scores["em"]["value"] == 1.0 and scores["mean_searches"]["value"] == searches
     assert [len(p["steps"]) for p in predictions] == [1 + searches] * 3
     if searches:
@@ -223,7 +220,7 @@ def test_an_immediate_answer_needs_nothing_to_search(toy, says, tmp_path):
     questions = [{"id": name, "question": f"Where does {name} live?", "answer": name} for name in ("Ada", "Bob")]
     write_jsonl(tmp_path / "bare.jsonl", questions)
     assert evaluate.main([*toy, "--baseline", "no-retrieval", "--data", str(tmp_path / "bare.jsonl")]) == 0
-    assert written(tmp_path)[0]["n"] == 2
+    assert read_results(tmp_path / "out")[0]["n"] == 2
 
 
 class FakeJudge:
@@ -241,7 +238,7 @@ def test_judged_accuracy_leaves_failed_verdicts_out(toy, says, tmp_path, monkeyp
     says({name: [answer(1, "somewhere")] for name in ("Ada", "Bob", "Cy")})
     monkeypatch.setattr(evaluating, "build_judge", lambda *_, **__: FakeJudge())
     assert evaluate.main([*toy, "--judge", "gemini"]) == 0
-    scores, predictions = written(tmp_path)
+    scores, predictions = read_results(tmp_path / "out")
     assert scores["judge_accuracy"]["value"] == 0.5 and scores["em"]["value"] == 0.0
     assert scores["judge"] == {"judge/calls": 3, "judge/missing": 1}
     assert [p.get("judged") for p in predictions] == [True, None, False]
@@ -293,18 +290,18 @@ def test_what_is_in_the_folder_is_not_written_over(toy, tmp_path, capsys, holds)
     for name in holds:
         (tmp_path / "out" / name).write_text("[evaluate]\n")
     assert evaluate.main(toy) == 1
-    told = capsys.readouterr().err
-    assert f"is not an empty folder: it holds {holds[0]}" in told and "Pass another folder" in told
+    stderr = capsys.readouterr().err
+    assert f"is not an empty folder: it holds {holds[0]}" in stderr and "Pass another folder" in stderr
     assert {p.name: p.read_text() for p in (tmp_path / "out").iterdir()} == dict.fromkeys(holds, "[evaluate]\n")
 
 
 def test_an_earlier_evaluation_is_not_replaced(toy, tmp_path, capsys):
     limits = ["--max-new-tokens", "4", "--limit", "1"]
     assert evaluate.main([*toy, *limits]) == 0
-    before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    files_before = {p: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert evaluate.main([*toy, *limits]) == 1
     assert shows(capsys.readouterr().err, "evaluation-exists")
-    assert {p: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
+    assert {p: p.read_bytes() for p in (tmp_path / "out").iterdir()} == files_before
 
 
 def test_an_output_in_which_another_process_writes_is_refused(toy, tmp_path, monkeypatch, capsys):
@@ -325,8 +322,8 @@ def test_a_full_disk_is_an_error_that_names_the_file(toy, tmp_path, monkeypatch,
 
     monkeypatch.setattr(os, "replace", failing)
     assert evaluate.main([*toy, "--max-new-tokens", "4", "--limit", "1"]) == 1
-    told = capsys.readouterr().err
-    assert f"{tmp_path / 'out' / full}: No space left on device\n" in told and "Check the disk space" in told
+    stderr = capsys.readouterr().err
+    assert f"{tmp_path / 'out' / full}: No space left on device\n" in stderr and "Check the disk space" in stderr
 
 
 @pytest.mark.skipif(os.name == "nt", reason="links need rights on Windows")
@@ -340,9 +337,9 @@ def test_an_output_that_cannot_be_made_shows_before_the_questions_are_answered(t
     """It showed when the answers were to be written, and they were lost."""
     monkeypatch.setattr(evaluating, "build_engine", lambda *_, **__: pytest.fail("the long part began"))
     (tmp_path / "file").write_text("")
-    for output, told in (("file/x", "cannot be written: Not a directory"), ("file", "is a file, not a folder")):
+    for output, message in (("file/x", "cannot be written: Not a directory"), ("file", "is a file, not a folder")):
         assert evaluate.main([*toy, "--output", str(tmp_path / output)]) == 1
-        assert f"{tmp_path / output} {told}" in capsys.readouterr().err
+        assert f"{tmp_path / output} {message}" in capsys.readouterr().err
 
 
 def test_scores_by_type_and_bert_score(toy, says, tmp_path, minilm, capsys):
@@ -360,16 +357,16 @@ def test_scores_by_type_and_bert_score(toy, says, tmp_path, minilm, capsys):
     write_jsonl(tmp_path / "questions.jsonl", rows)
     says({"Ada": [answer(1, "Adatown")], "Bob": [answer(1, "Rome")], "Cy": ["?"]})
     assert evaluate.main([*toy, "--bert-score", str(minilm)]) == 0
-    scores, predictions = written(tmp_path)
+    scores, predictions = read_results(tmp_path / "out")
     assert {t: (g["n"], g["em"]["value"]) for t, g in scores["by_type"].items()} == {
         "bridge": (2, 0.5),
         "comparison": (1, 0.0),
     }
     assert {p["id"]: p["type"] for p in predictions} == {"Ada": "bridge", "Bob": "comparison", "Cy": "bridge"}
-    same, other, none = (p["bert_score"] for p in predictions)
-    assert same == pytest.approx(1.0, abs=1e-6) and 0 < other < 0.9 and none == 0.0
-    shown = capsys.readouterr().out
-    assert "\nbridge                 2    0.500 (0.000-1.000)" in shown and "\nBERTScore " in shown
+    right, wrong, none = (p["bert_score"] for p in predictions)
+    assert right == pytest.approx(1.0, abs=1e-6) and 0 < wrong < 0.9 and none == 0.0
+    stdout = capsys.readouterr().out
+    assert "\nbridge                 2    0.500 (0.000-1.000)" in stdout and "\nBERTScore " in stdout
 
 
 def test_an_encoder_that_is_not_there_shows_before_the_questions_are_answered(toy, tmp_path, monkeypatch, capsys):

@@ -12,29 +12,26 @@ from r3lite.retrieval.setup import Setup
 from r3lite.settings.commands import BASELINES
 from tests.cold_start import WORLD
 from tests.errors import shows
+from tests.evaluating import read_results
 
 NAMES = ("Ada", "Bob", "Cy")
 ASKED = "Question: Where does {} live?\nAnswer with a short phrase or a name only, no explanation."
 TURN = "<|im_start|>system\nYou answer questions.{}<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def written(folder):
-    lines = (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-    return json.loads((folder / "scores.json").read_text()), [json.loads(line) for line in lines]
-
-
 @pytest.fixture
 def prompts(monkeypatch):
     """The prompts of the next evaluation as text, by question, when the model is about to answer."""
-    seen, turn_is_over = {}, Layout.turn_is_over
+    prompt_texts = {}
+    turn_is_over = Layout.turn_is_over
 
     def look(layout, transcript):
-        shown = layout.tokenizer._marked.decode(transcript.tokens[: transcript.turn_start], skip_special_tokens=False)
-        seen.setdefault(transcript.question.id, shown)
+        prompt = layout.tokenizer._marked.decode(transcript.tokens[: transcript.turn_start], skip_special_tokens=False)
+        prompt_texts.setdefault(transcript.question.id, prompt)
         return turn_is_over(layout, transcript)
 
     monkeypatch.setattr(Layout, "turn_is_over", look)
-    return seen
+    return prompt_texts
 
 
 @pytest.mark.parametrize(
@@ -44,11 +41,11 @@ def prompts(monkeypatch):
 def test_what_is_asked_and_how_it_is_scored(toy, says, prompts, tmp_path, baseline, system, searches, recall):
     says({name: [f"\n{name}town\nThat is all."] * 2 for name in NAMES[:2]} | {"Cy": ["", " "]})
     assert evaluate.main([*toy, "--baseline", baseline, "--top-k", "1"]) == 0
-    scores, predictions = written(tmp_path / "out")
+    scores, predictions = read_results(tmp_path / "out")
     for line in predictions:
         documents = line["steps"][0].get("documents", [])
-        shown = "".join(f"[{i}] {d['title']}: {d['text']}\n" for i, d in enumerate(documents, 1))
-        assert prompts[line["id"]] == TURN.format(system, shown + "\n" * searches + ASKED.format(line["id"]))
+        context = "".join(f"[{i}] {d['title']}: {d['text']}\n" for i, d in enumerate(documents, 1))
+        assert prompts[line["id"]] == TURN.format(system, context + "\n" * searches + ASKED.format(line["id"]))
         assert len(line["steps"]) == 1 + searches and len(documents) == searches * (2 if baseline == "gold" else 1)
     assert [p["prediction"] for p in predictions] == ["Adatown", "Bobtown", ""]
     values = [scores[name]["value"] for name in ("em", "mean_searches", "format_adherence")]
@@ -59,12 +56,12 @@ def test_what_is_asked_and_how_it_is_scored(toy, says, prompts, tmp_path, baseli
     assert all(("query" in p["steps"][0]) == bool(searches) for p in predictions)
     assert f'baseline = "{baseline}"' in (tmp_path / "out" / "config.toml").read_text()
     assert evaluate.main(["--config", str(tmp_path / "out" / "config.toml"), "--output", str(tmp_path / "again")]) == 0
-    assert written(tmp_path / "again") == (scores, predictions)
+    assert read_results(tmp_path / "again") == (scores, predictions)
 
 
 def test_a_system_message_of_ones_own_and_any_preset(toy, prompts, capsys):
-    own = ["--system-prompt", "Be brief.", "--preset", "search-r1", "--max-new-tokens", "4"]
-    assert evaluate.main([*toy, *own, "--baseline", "closed-book"]) == 0
+    flags = ["--system-prompt", "Be brief.", "--preset", "search-r1", "--max-new-tokens", "4"]
+    assert evaluate.main([*toy, *flags, "--baseline", "closed-book"]) == 0
     assert prompts["Bob"].startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
@@ -75,7 +72,7 @@ def test_an_adapter_is_asked_as_the_base_is(cold, tmp_path, capsys):
     assert evaluate.main([*run, "--output", str(tmp_path / "base")]) == 0
     assert evaluate.main([*run, "--adapter", str(cold / "sft"), "--output", str(tmp_path / "trained")]) == 0
     assert "warning" not in capsys.readouterr().err
-    base, trained = (written(tmp_path / name)[1] for name in ("base", "trained"))
+    base, trained = (read_results(tmp_path / name)[1] for name in ("base", "trained"))
     assert [p["prediction"] for p in base] != [p["prediction"] for p in trained]
     assert [p["steps"][0] for p in base] == [p["steps"][0] for p in trained]
 
@@ -88,7 +85,7 @@ def test_no_corpus_is_read_where_nothing_is_searched(toy, says, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "told"),
+    ("flags", "status", "message"),
     [
         ("rag --retriever none", 1, "--baseline rag needs a retriever, but --retriever is none"),
         ("rag --format tags", 2, "--format is tags, but has no effect here: it needs a --baseline with steps"),
@@ -102,10 +99,10 @@ def test_no_corpus_is_read_where_nothing_is_searched(toy, says, monkeypatch):
         ("rag --max-length 200", 1, "has no room for question Ada with a document"),
     ],
 )
-def test_what_a_baseline_does_not_use_is_refused(toy, tmp_path, capsys, flags, status, told):
+def test_what_a_baseline_does_not_use_is_refused(toy, tmp_path, capsys, flags, status, message):
     argv = [*toy, *f"--baseline {flags}".split()]
     assert evaluate.main(argv) == status
-    assert told in capsys.readouterr().err and not (tmp_path / "out" / "scores.json").exists()
+    assert message in capsys.readouterr().err and not (tmp_path / "out" / "scores.json").exists()
     if status == 2:
         assert evaluate.main([*argv, "--dry-run"]) == 2
 

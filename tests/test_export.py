@@ -44,15 +44,15 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="module")
 def exported(run, tmp_path_factory):
     """Exports once for each form and kind of weights."""
-    made = {}
+    outputs = {}
 
     def write(form: str, weights: str):
-        if (form, weights) not in made:
+        if (form, weights) not in outputs:
             output = tmp_path_factory.mktemp("out") / f"{form}-{weights}"
             flags = [*TINY, "--adapter", str(run), "--form", form, "--weights", weights, "--prompts", "6"]
             assert export.main([*flags, "--output", str(output)]) == 0
-            made[form, weights] = output
-        return made[form, weights]
+            outputs[form, weights] = output
+        return outputs[form, weights]
 
     return write
 
@@ -71,10 +71,10 @@ def expected(run):
         return model(rows()).logits
 
 
-def by_transformers(folder, **how) -> torch.Tensor:
+def by_transformers(folder, **options) -> torch.Tensor:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
     with torch.no_grad():
         return model(rows()).logits
 
@@ -118,11 +118,11 @@ def test_the_gguf_adapter_is_that_of_llama_cpps_converter(run, tmp_path, weights
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["general.type"] == "adapter" and fields["general.architecture"] == "qwen2"
     assert fields["adapter.type"] == "lora"
-    found = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
+    tensors = {t.name: gguf.quants.dequantize(t.data, t.tensor_type) for t in reader.tensors}
     kinds = {t.tensor_type.name for t in reader.tensors}
     assert kinds == {{"fp32": "F32", "fp16": "F16", "bf16": "BF16"}[weights]}
-    assert len(found) == 4 * 7 * 2  # layers, projections, A and B
-    assert {"blk.0.attn_q.weight.lora_a", "blk.3.ffn_down.weight.lora_b"} <= found.keys()
+    assert len(tensors) == 4 * 7 * 2  # layers, projections, A and B
+    assert {"blk.0.attn_q.weight.lora_a", "blk.3.ffn_down.weight.lora_b"} <= tensors.keys()
     base = AutoModelForCausalLM.from_pretrained(resolve_folder("tiny"), dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(base, tmp_path / "run" / "adapter")
     for name, module in {
@@ -131,30 +131,32 @@ def test_the_gguf_adapter_is_that_of_llama_cpps_converter(run, tmp_path, weights
         "attn_output": "self_attn.o_proj",
     }.items():
         layer = theirs.base_model.model.model.layers[2].get_submodule(module)
-        a, b = (torch.tensor(found[f"blk.2.{name}.weight.lora_{side}"]) for side in "ab")
+        a, b = (torch.tensor(tensors[f"blk.2.{name}.weight.lora_{side}"]) for side in "ab")
         delta = fields["adapter.lora.alpha"] / b.shape[1] * (b @ a)  # llama.cpp: alpha over the columns of B
-        wanted, close = layer.get_delta_weight("default"), 1e-6 if weights == "fp32" else 0.01
+        wanted = layer.get_delta_weight("default")
+        close = 1e-6 if weights == "fp32" else 0.01
         assert (delta - wanted).norm() <= close * wanted.norm()
 
 
-@pytest.mark.parametrize(("weights", "most"), [("fp32", 0.0), ("bf16", 0.05)])
-def test_the_adapter_alone_says_in_peft_what_it_said(run, expected, tmp_path, capsys, weights, most):
+@pytest.mark.parametrize(("weights", "tolerance"), [("fp32", 0.0), ("bf16", 0.05)])
+def test_the_adapter_alone_says_in_peft_what_it_said(run, expected, tmp_path, capsys, weights, tolerance):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    base, output = resolve_folder("tiny"), tmp_path / "x"
+    base = resolve_folder("tiny")
+    output = tmp_path / "x"
     flags = ["--preset", "tiny", "--model", str(base), "--adapter", str(run), "--form", "adapter"]
     flags += ["--weights", weights, "--prompts", "3", "--output", str(output)]
     assert export.main([*flags, "--push", "me/mine"]) == 0
-    shown = capsys.readouterr().out
-    assert "on 3 prompts" in shown and {p.name for p in output.iterdir()} == {
+    stdout = capsys.readouterr().out
+    assert "on 3 prompts" in stdout and {p.name for p in output.iterdir()} == {
         "README.md", "adapter_config.json", "adapter_model.safetensors"
     }  # fmt: skip
-    assert "nothing was uploaded" in shown and "adapter_model.safetensors" in shown
+    assert "nothing was uploaded" in stdout and "adapter_model.safetensors" in stdout
     model = peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), output
     )
     with torch.no_grad():
         difference = (model(rows()).logits - expected).abs().mean()
-    assert difference <= most if most else difference == 0
+    assert difference <= tolerance if tolerance else difference == 0
     card = (output / "README.md").read_text(encoding="utf-8")
     assert "library_name: peft" in card and "A LoRA adapter of tiny, weights" in card and "--adapter FOLDER" in card
     if weights != "fp32":  # once is enough: it takes seconds
@@ -197,14 +199,15 @@ def test_the_average_says_in_peft_what_the_mean_of_the_dense_changes_says(seeds,
         return transformers.AutoModelForCausalLM.from_pretrained(resolve_folder("tiny"), dtype=torch.float32)
 
     # In fp64, as sums in another order differ by more than 1e-5 in fp32.
-    dense, before = base().double(), dict(base().double().named_parameters())
+    dense = base().double()
+    base_weights = dict(base().double().named_parameters())
     averaged = peft.PeftModel.from_pretrained(base(), output).double()
     with torch.no_grad():
         unchanged = dense(rows()).logits
         for seed in seeds:
             merged = peft.PeftModel.from_pretrained(base(), seed / "adapter").double().merge_and_unload()
             for name, weight in merged.named_parameters():
-                dense.get_parameter(name).add_((weight - before[name]) / 3)
+                dense.get_parameter(name).add_((weight - base_weights[name]) / 3)
         expected = dense(rows()).logits
         assert (averaged(rows()).logits - expected).abs().max() <= 1e-5
     assert (expected - unchanged).abs().max() > 0.1
@@ -248,15 +251,16 @@ def test_layers_of_an_nf4_base_without_an_adapter_are_written_dense_and_rounded_
     lora.save_adapter(model, "policy", tmp_path / "adapter", str(base))
     flags = ["--preset", "tiny", "--model", str(base), "--adapter", str(tmp_path / "adapter"), "--prompts", "0"]
     assert export.main([*flags, "--weights", "bf16", "--output", str(tmp_path / "out")]) == 0
-    written, wanted = read_tensors(tmp_path / "out" / "model.safetensors"), checkpoint_tensors(model)
-    assert written.keys() == wanted.keys() and all(torch.equal(written[n], wanted[n].bfloat16()) for n in written)
+    tensors = read_tensors(tmp_path / "out" / "model.safetensors")
+    wanted = checkpoint_tensors(model)
+    assert tensors.keys() == wanted.keys() and all(torch.equal(tensors[n], wanted[n].bfloat16()) for n in tensors)
 
 
-@pytest.mark.parametrize(("weights", "most"), [("fp32", 1e-4), ("fp16", 0.02), ("bf16", 0.5), ("q8_0", 0.5)])
-def test_the_gguf_file_says_in_transformers_what_base_and_adapter_say(exported, expected, weights, most):
+@pytest.mark.parametrize(("weights", "tolerance"), [("fp32", 1e-4), ("fp16", 0.02), ("bf16", 0.5), ("q8_0", 0.5)])
+def test_the_gguf_file_says_in_transformers_what_base_and_adapter_say(exported, expected, weights, tolerance):
     pytest.importorskip("gguf")
     logits = by_transformers(exported("gguf", weights), gguf_file="model.gguf")
-    assert (logits - expected).abs().max() <= most
+    assert (logits - expected).abs().max() <= tolerance
 
 
 def test_the_tokenizer_of_the_gguf_file_gives_the_same_tokens(exported):
@@ -293,13 +297,14 @@ def test_norms_and_biases_stay_in_fp32(exported):
 
 
 def test_parity_by_hand(exported, run, tmp_path, capsys):
-    before, after = torch.tensor([[1.0, 2.0], [3.0, 0.0]]), torch.tensor([[1.5, 2.0], [0.0, 1.0]])
-    assert parity(before, after) == (3.0, pytest.approx(4.5 / 4), 1)
+    logits_before = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+    logits_after = torch.tensor([[1.5, 2.0], [0.0, 1.0]])
+    assert parity(logits_before, logits_after) == (3.0, pytest.approx(4.5 / 4), 1)
     flags = [*TINY, "--adapter", str(run), "--weights", "fp32", "--prompts", "3", "--output", str(tmp_path / "x")]
     assert export.main(flags) == 0
-    told = capsys.readouterr().out
-    most = float(re.search(r"average, (\S+) at most; the most likely next token is the same for 3\n", told)[1])
-    assert 0 < most < 1e-4 and "on 3 prompts: " in told
+    stdout = capsys.readouterr().out
+    largest = float(re.search(r"average, (\S+) at most; the most likely next token is the same for 3\n", stdout)[1])
+    assert 0 < largest < 1e-4 and "on 3 prompts: " in stdout
 
 
 def test_the_cards_snippet_works_in_its_folder(exported):
@@ -329,7 +334,7 @@ def test_scores_and_licence_are_in_the_card(run, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "status", "told"),
+    ("flags", "status", "message"),
     [
         (["--output", "x", "--form", "adapter"], 2, "--adapter is missing"),
         (["--adapter", "RUN"], 2, "--output is missing"),
@@ -345,13 +350,13 @@ def test_scores_and_licence_are_in_the_card(run, tmp_path):
         (["--adapter", "RUN", "--output", "x", "--evaluation", "nowhere"], 1, "--evaluation nowhere: no such folder"),
     ],
 )
-def test_what_is_refused_writes_nothing(run, tmp_path, monkeypatch, capsys, flags, status, told):
+def test_what_is_refused_writes_nothing(run, tmp_path, monkeypatch, capsys, flags, status, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     flags = [{"RUN": str(run), "TAKEN": "taken"}.get(flag, flag) for flag in flags]
     assert export.main([*TINY, *flags]) == status
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 

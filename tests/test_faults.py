@@ -47,10 +47,10 @@ def test_times_are_no_difference_and_everything_else_is(tmp_path):
 
 
 def test_a_clear_end_is_one_message_without_a_traceback():
-    told = "\nr3lite.sft stopped: no room\n  Make some.\n"
+    error = "\nr3lite.sft stopped: no room\n  Make some.\n"
     assert (
-        RunResult(1, told, [], 0.0).is_clear_error
+        RunResult(1, error, [], 0.0).is_clear_error
         and RunResult(2, "r3lite.sft: --x is missing\n", [], 0.0).is_clear_error
     )
-    assert not RunResult(0, told, [], 0.0).is_clear_error and not RunResult(1, told + told, [], 0.0).is_clear_error
-    assert not RunResult(1, f"Traceback (most recent call last):{told}", [], 0.0).is_clear_error
+    assert not RunResult(0, error, [], 0.0).is_clear_error and not RunResult(1, error + error, [], 0.0).is_clear_error
+    assert not RunResult(1, f"Traceback (most recent call last):{error}", [], 0.0).is_clear_error

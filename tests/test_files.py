@@ -172,12 +172,12 @@ def test_a_link_is_written_through(tmp_path, write):
 def test_what_a_kill_has_left_is_swept_and_nothing_else(tmp_path):
     """Only run folders were swept once: each kill of another command left a file for good."""
     ours = [".out.new.part/x", ".out.17.part", "out/.a.json.17.part", "out/cache/.b.17.part", ".rows.jsonl.17.part"]
-    others = ["out/.keep", "out/a.part", "rows.jsonl", ".rows.jsonl.cache.17.part", ".outer.17.part", "x.part"]
-    for name in (*ours, *others):
+    foreign = ["out/.keep", "out/a.part", "rows.jsonl", ".rows.jsonl.cache.17.part", ".outer.17.part", "x.part"]
+    for name in (*ours, *foreign):
         write_text(tmp_path / name, "")
     sweep(tmp_path / "out", tmp_path / "rows.jsonl", tmp_path / "absent")
-    left = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
-    assert left == set(others) and not (tmp_path / ".out.new.part").exists()
+    remaining_files = {p.relative_to(tmp_path).as_posix() for p in tmp_path.rglob("*") if p.is_file()}
+    assert remaining_files == set(foreign) and not (tmp_path / ".out.new.part").exists()
 
 
 # One writer
@@ -200,8 +200,8 @@ def test_a_second_process_is_refused_until_the_first_is_gone_even_if_it_was_kill
     holder = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
     assert holder.stdout.readline() == "held\n"
     try:
-        told = rf"another process \(pid {holder.pid}\) writes to .*out"
-        with pytest.raises(R3LiteError, match=told) as error, sole_writer(output, folder=kind == "folder"):
+        message = rf"another process \(pid {holder.pid}\) writes to .*out"
+        with pytest.raises(R3LiteError, match=message) as error, sole_writer(output, folder=kind == "folder"):
             pass
         assert "pass another output" in error.value.remedy and "--" not in error.value.remedy  # or --teacher-logprobs
     finally:
@@ -289,30 +289,32 @@ def recovered(path, confirmed=False) -> list[dict]:
 
 def test_a_torn_line_is_removed_only_from_a_file_that_is_known_to_be_ours(tmp_path):
     """A user's own file that began as ours do lost its last line."""
-    path, whole = tmp_path / "a.jsonl", b'{"id": "1", "x": 2}\n'
-    for content in (b'{"id": "1", "x', b'{"id": "1", "y": 2}\n{"id": ', b"text\n{", whole + b"text"):
+    path = tmp_path / "a.jsonl"
+    full_line = b'{"id": "1", "x": 2}\n'
+    for content in (b'{"id": "1", "x', b'{"id": "1", "y": 2}\n{"id": ', b"text\n{", full_line + b"text"):
         path.write_bytes(content)
         with pytest.raises(R3LiteError, match=r"a\.jsonl exists, and its line \d was not written by us"):
             recovered(path)
         assert path.read_bytes() == content
     path.write_bytes(b'{"id": "1", "x')
     assert recovered(path, confirmed=True) == [] and path.read_bytes() == b""
-    path.write_bytes(whole + b'{"id": "2')
-    assert recovered(path) == [{"id": "1", "x": 2}] and path.read_bytes() == whole
+    path.write_bytes(full_line + b'{"id": "2')
+    assert recovered(path) == [{"id": "1", "x": 2}] and path.read_bytes() == full_line
 
 
 # Fingerprints
 
 
 def test_a_fingerprint_tells_what_was_changed_in_place_and_not_where_it_lies(tmp_path):
-    one, other = tmp_path / "one", tmp_path / "other"
-    for folder in (one, other):
+    original = tmp_path / "one"
+    copy = tmp_path / "other"
+    for folder in (original, copy):
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         (folder / "model.safetensors").write_bytes(bytes(100_000))
         (folder / "README.md").write_text(folder.name)
-    same = folder_fingerprint(one)
-    assert folder_fingerprint(other) == same
+    fingerprint = folder_fingerprint(original)
+    assert folder_fingerprint(copy) == fingerprint
     changes = {
         "config.json": b"[]",
         "tokenizer.json": b"{}",
@@ -320,23 +322,24 @@ def test_a_fingerprint_tells_what_was_changed_in_place_and_not_where_it_lies(tmp
         "b.safetensors": b"",
     }
     for name, content in changes.items():
-        before = (one / name).read_bytes() if (one / name).exists() else None
-        (one / name).write_bytes(content)
-        assert folder_fingerprint(one) != same
-        (one / name).unlink() if before is None else (one / name).write_bytes(before)
-    assert folder_fingerprint(one) == same
+        old_content = (original / name).read_bytes() if (original / name).exists() else None
+        (original / name).write_bytes(content)
+        assert folder_fingerprint(original) != fingerprint
+        (original / name).unlink() if old_content is None else (original / name).write_bytes(old_content)
+    assert folder_fingerprint(original) == fingerprint
 
 
 def test_a_fingerprint_of_large_weights_reads_a_sample_of_all_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PIECE", 10)
     monkeypatch.setattr(files, "PIECES", 4)
-    weights, found = tmp_path / "model.safetensors", []
+    weights = tmp_path / "model.safetensors"
+    fingerprints = []
     for place in range(0, 1000, 10):
         content = bytearray(1000)
         content[place : place + 10] = b"x" * 10
         weights.write_bytes(content)
-        found.append(folder_fingerprint(tmp_path))
-    assert len(set(found)) == 1 + 4
+        fingerprints.append(folder_fingerprint(tmp_path))
+    assert len(set(fingerprints)) == 1 + 4
 
 
 def test_the_content_of_files_and_folders_is_told_apart(tmp_path, monkeypatch):
@@ -344,28 +347,28 @@ def test_the_content_of_files_and_folders_is_told_apart(tmp_path, monkeypatch):
     (folder / "b").mkdir(parents=True)
     (folder / "one").write_bytes(bytes(200_000))
     (folder / "b" / "two").write_bytes(b"x")
-    found = [content_fingerprint(folder)]
+    fingerprints = [content_fingerprint(folder)]
     (folder / ".lock").write_bytes(b"y")
-    assert content_fingerprint(folder) == found[0] and content_fingerprint(folder / "one") != found[0]
+    assert content_fingerprint(folder) == fingerprints[0] and content_fingerprint(folder / "one") != fingerprints[0]
     with (folder / "one").open("r+b") as file:
         file.seek(123_456)
         file.write(b"z")
-    found.append(content_fingerprint(folder))
+    fingerprints.append(content_fingerprint(folder))
     (folder / "b" / "two").rename(folder / "b" / "three")
-    found.append(content_fingerprint(folder))
+    fingerprints.append(content_fingerprint(folder))
     monkeypatch.setattr(files, "MAX_TEXT", 100)  # above which a file is read in pieces
     (folder / "one").write_bytes(bytes(200_001))
-    found.append(content_fingerprint(folder))
-    assert len(set(found)) == 4
+    fingerprints.append(content_fingerprint(folder))
+    assert len(set(fingerprints)) == 4
 
 
 def test_an_error_of_the_system_is_told_without_its_number():
     with (
-        raises(R3LiteError, "x", "a.txt cannot be read: No such file or directory\n") as told,
+        raises(R3LiteError, "x", "a.txt cannot be read: No such file or directory\n") as error,
         explained(OSError, "a.txt cannot be read", "Look.", code="x"),
     ):
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt")
-    assert "Errno" not in str(told.value)
+    assert "Errno" not in str(error.value)
     with (
         raises(R3LiteError, "x", "the run cannot be written: No space left on device: b.txt"),
         explained(OSError, "the run cannot be written", "", code="x"),

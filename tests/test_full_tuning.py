@@ -41,7 +41,7 @@ def test_it_learns_and_writes_the_model_that_it_trained(toy, tmp_path, dtype, ca
     model = load_model(output / "model", {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype], "cpu")
     assert all(torch.equal(trained[name], p) for name, p in model.named_parameters())
     # What the run validated is what the next command begins with.
-    again = [
+    next_flags = [
         "--model",
         str(output / "model"),
         "--dtype",
@@ -51,41 +51,45 @@ def test_it_learns_and_writes_the_model_that_it_trained(toy, tmp_path, dtype, ca
         "--validate-every",
         "1",
     ]
-    again += ["--learning-rate", "1e-30", "--max-steps", "1", "--output", str(tmp_path / "next")]
-    assert sft.main([*toy, *again]) == 0
+    next_flags += ["--learning-rate", "1e-30", "--max-steps", "1", "--output", str(tmp_path / "next")]
+    assert sft.main([*toy, *next_flags]) == 0
     assert log(tmp_path / "next")[0]["eval_loss"] == pytest.approx(records[-1]["eval_loss"], rel=1e-2)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_left_and_resumed_equals_uninterrupted_to_the_bit(toy, tmp_path, dtype):  # noqa: F811
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted = tmp_path / "whole"
+    resumed = tmp_path / "parts"
     arguments = [*toy, *FULL, "--dtype", dtype, "--max-steps", "8"]
-    assert sft.main([*arguments, "--output", str(whole)]) == 0
-    assert sft.main([*arguments, "--output", str(parts), "--stop-after", "3"]) == 0
-    assert not (parts / "model").exists()
-    assert sft.main(["--config", str(parts / "config.toml"), "--resume", "auto"]) == 0
-    assert [metrics.repeatable(r) for r in log(whole)] == [metrics.repeatable(r) for r in log(parts)]
-    one, two = (checkpoint.read(output / "checkpoint-8") for output in (whole, parts))
+    assert sft.main([*arguments, "--output", str(uninterrupted)]) == 0
+    assert sft.main([*arguments, "--output", str(resumed), "--stop-after", "3"]) == 0
+    assert not (resumed / "model").exists()
+    assert sft.main(["--config", str(resumed / "config.toml"), "--resume", "auto"]) == 0
+    assert [metrics.repeatable(r) for r in log(uninterrupted)] == [metrics.repeatable(r) for r in log(resumed)]
+    one, two = (checkpoint.read(output / "checkpoint-8") for output in (uninterrupted, resumed))
     for group, tensors in one.tensors.items():
         assert tensors.keys() == two.tensors[group].keys()
         assert all(torch.equal(tensors[name], two.tensors[group][name]) for name in tensors)
-    files = sorted(path.name for path in (whole / "model").iterdir())
+    files = sorted(path.name for path in (uninterrupted / "model").iterdir())
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(files)
     for name in files:
-        assert (whole / "model" / name).read_bytes() == (parts / "model" / name).read_bytes()
+        assert (uninterrupted / "model" / name).read_bytes() == (resumed / "model" / name).read_bytes()
     codes = {str(tensor.dtype) for name, tensor in one.tensors["optimizer"].items() if "mlp" in name}
     assert "torch.uint8" in codes
 
 
 def test_all_rows_of_a_step_are_one_pass(toy, tmp_path, monkeypatch):  # noqa: F811
     """A second pass would compute its gradients with weights that the first has changed."""
-    made, micro_batches = [], supervised.SFTTrainer.micro_batches
+    passes = []
+    micro_batches = supervised.SFTTrainer.micro_batches
     monkeypatch.setattr(
-        supervised.SFTTrainer, "micro_batches", lambda self, rows: made.append(micro_batches(self, rows)) or made[-1]
+        supervised.SFTTrainer,
+        "micro_batches",
+        lambda self, rows: passes.append(micro_batches(self, rows)) or passes[-1],
     )
     arguments = [*FULL, "--batch-size", "5", "--max-steps", "2", "--validation-rows", "0"]
     assert sft.main([*toy, *arguments, "--output", str(tmp_path / "run")]) == 0
-    assert [[len(group) for group in groups] for groups in made] == [[5], [5]]
+    assert [[len(group) for group in groups] for groups in passes] == [[5], [5]]
 
 
 def test_a_step_of_several_passes_is_refused(toy, tmp_path, monkeypatch, capsys):  # noqa: F811
@@ -94,9 +98,9 @@ def test_a_step_of_several_passes_is_refused(toy, tmp_path, monkeypatch, capsys)
     file.write_text("gradient_accumulation = 4\n", encoding="utf-8")
     arguments = [*toy, *FULL, "--max-steps", "1", "--config", str(file), "--output", str(tmp_path / "run")]
     assert sft.main(arguments) == 2
-    told = capsys.readouterr().err
-    assert shows(told, "setting-unused", "--gradient-accumulation", "4", "a run without --no-lora")
-    assert f"(in {file} it may stand in the table of another command)" in told
+    stderr = capsys.readouterr().err
+    assert shows(stderr, "setting-unused", "--gradient-accumulation", "4", "a run without --no-lora")
+    assert f"(in {file} it may stand in the table of another command)" in stderr
     # As of a run that an earlier version began.
     monkeypatch.setattr(common, "check_used", lambda *settings: None)
     assert sft.main(arguments) == 1
@@ -112,8 +116,8 @@ def test_memory_that_runs_out_after_weights_have_changed_is_not_tried_again(toy,
 
     monkeypatch.setattr(full_tuning.FullTuning, "apply_last", out_of_memory)
     assert sft.main([*toy, *FULL, "--max-steps", "2", "--output", str(tmp_path / "run")]) == 1
-    told = capsys.readouterr().err
-    assert shows(told, "memory-mid-update") and "--resume auto" in told
+    stderr = capsys.readouterr().err
+    assert shows(stderr, "memory-mid-update") and "--resume auto" in stderr
     assert not checkpoint.folders_by_step(tmp_path / "run")
 
 
@@ -128,10 +132,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("given", REFUSED)
-def test_settings_of_lora_beside_it_are_refused_by_name(given, capsys):
-    assert sft.main(["--no-lora", "--data", "x", "--dry-run", *given.split()]) == 2
-    assert REFUSED[given] in capsys.readouterr().err
+@pytest.mark.parametrize("flags", REFUSED)
+def test_settings_of_lora_beside_it_are_refused_by_name(flags, capsys):
+    assert sft.main(["--no-lora", "--data", "x", "--dry-run", *flags.split()]) == 2
+    assert REFUSED[flags] in capsys.readouterr().err
 
 
 def test_rl_trains_adapters_only(capsys):
@@ -165,20 +169,21 @@ def test_ask_and_export_know_how_the_model_was_trained(model, toy, tmp_path, cap
     """As of an adapter: its prompts had no worked example, which a model that is no run's opens with."""
     prompts = [word for i, word in enumerate(toy) if "prompt" in toy[i - i % 2]]
     short = ["--max-new-tokens", "4", "--retriever", "none", "--question", "Who?", *prompts, "--device", "cpu"]
-    other, untrained = "was trained on --worked-example False (here True)", "was not trained on the step format"
-    for asked, wrong in ((["--worked-example"], True), ([], False)):
+    mismatch = "was trained on --worked-example False (here True)"
+    untrained = "was not trained on the step format"
+    for flags, wrong in ((["--worked-example"], True), ([], False)):
         capsys.readouterr()
-        assert ask.main(["--model", str(model), *short, *asked]) == 0
-        told = capsys.readouterr().err
-        assert (f"{model} {other}" in told) == wrong and untrained not in told
+        assert ask.main(["--model", str(model), *short, *flags]) == 0
+        stderr = capsys.readouterr().err
+        assert (f"{model} {mismatch}" in stderr) == wrong and untrained not in stderr
     assert ask.main(["--model", toy[1], *short]) == 0
-    told = capsys.readouterr().err
-    assert untrained in told and other not in told
+    stderr = capsys.readouterr().err
+    assert untrained in stderr and mismatch not in stderr
     # The toy has a qwen2 model with a tokenizer of its own, whose export is refused (tests/protocols).
     monkeypatch.setattr(chats, "other_class", lambda *_: None)
-    made = ["--form", "folder", "--weights", "fp32", "--prompts", "0", "--output", str(tmp_path / "export")]
-    assert export.main(["--model", str(model), *made]) == 0
-    assert other not in capsys.readouterr().err
+    export_flags = ["--form", "folder", "--weights", "fp32", "--prompts", "0", "--output", str(tmp_path / "export")]
+    assert export.main(["--model", str(model), *export_flags]) == 0
+    assert mismatch not in capsys.readouterr().err
     one, two = (load_model(folder, torch.float32, "cpu").state_dict() for folder in (model, tmp_path / "export"))
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
     card = (tmp_path / "export" / "README.md").read_text()
@@ -187,11 +192,11 @@ def test_ask_and_export_know_how_the_model_was_trained(model, toy, tmp_path, cap
 
 
 def test_adapters_are_trained_on_the_model(model, toy, tmp_path):  # noqa: F811
-    given = ["--model", str(model), *toy[2:], "--max-steps", "1"]
-    assert sft.main([*given, "--output", str(tmp_path / "adapter")]) == 0
+    arguments = ["--model", str(model), *toy[2:], "--max-steps", "1"]
+    assert sft.main([*arguments, "--output", str(tmp_path / "adapter")]) == 0
     write_jsonl(tmp_path / "questions.jsonl", [{"id": "1", "question": "Where was Abo born?", "answers": ["Belatown"]}])
     rounds = ["--adapter", str(tmp_path / "adapter"), "--algorithm", "grpo", "--batch-size", "1"]
     rounds += ["--num-generations", "2", "--mini-batch-size", "2", "--max-new-tokens", "4", "--retriever", "none"]
     data = ["--data", str(tmp_path / "questions.jsonl"), "--output", str(tmp_path / "rl")]
-    assert ppo.main([*given, *rounds, *data]) == 0
+    assert ppo.main([*arguments, *rounds, *data]) == 0
     assert lora.read_base(tmp_path / "rl") == (str(model), lora.read_base(tmp_path / "adapter")[1])

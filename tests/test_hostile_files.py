@@ -21,6 +21,6 @@ def test_files_changed_at_random_are_used_or_refused_in_time_and_memory(tmp_path
     program = [sys.executable, str(Path(__file__).with_name("hostile_files.py")), str(tmp_path)]
     run = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
-    said = json.loads(run.stdout.splitlines()[-1])
-    assert said["wrong"] == {} and said["slowest"] < 10 and said["more_mib"] < 1024, said
-    assert said["tried"] >= 1000 and said["refused"] > said["tried"] / 3
+    summary = json.loads(run.stdout.splitlines()[-1])
+    assert summary["wrong"] == {} and summary["slowest"] < 10 and summary["more_mib"] < 1024, summary
+    assert summary["tried"] >= 1000 and summary["refused"] > summary["tried"] / 3

@@ -191,9 +191,9 @@ READERS = {
 
 def places(value, way: tuple = ()) -> list[tuple]:
     """The way to every value in a sample."""
-    found = [way] if way else []
+    ways = [way] if way else []
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return found + [place for key, child in inside for place in places(child, (*way, key))]
+    return ways + [place for key, child in inside for place in places(child, (*way, key))]
 
 
 def changed(sample: dict, way: tuple, value) -> dict:
@@ -208,7 +208,7 @@ def changed(sample: dict, way: tuple, value) -> dict:
 def hostile(reader: Reader) -> dict[str, str]:
     """Name and text of every hostile form of a reader's sample, in a fixed random order."""
     text = json.dumps(reader.sample)
-    made = {name: broken(text) for name, broken in BROKEN.items()}
+    texts = {name: broken(text) for name, broken in BROKEN.items()}
     for way in places(reader.sample):
         old = reader.sample
         for key in way:
@@ -218,10 +218,10 @@ def hostile(reader: Reader) -> dict[str, str]:
             continue
         for value in WRONG[type(old)]:
             if not reader.lenient(str(way[-1]), value):
-                made[f"{spelled} = {json.dumps(value)[:40]}"] = json.dumps(changed(reader.sample, way, value))
-    names = sorted(made)
+                texts[f"{spelled} = {json.dumps(value)[:40]}"] = json.dumps(changed(reader.sample, way, value))
+    names = sorted(texts)
     random.Random(0).shuffle(names)
-    return {name: made[name] for name in names[:120]}
+    return {name: texts[name] for name in names[:120]}
 
 
 def outcome(reader: Reader, folder: Path, text: str) -> str | None:
@@ -246,8 +246,8 @@ def test_there_are_hundreds_of_cases():
 @pytest.mark.parametrize("name", READERS)
 def test_hostile_input_is_refused_and_nothing_else(tmp_path, name):
     reader = READERS[name]
-    found = {case: outcome(reader, tmp_path / "hostile", text) for case, text in hostile(reader).items()}
-    assert {case: problem for case, problem in found.items() if problem} == {}
+    outcomes = {case: outcome(reader, tmp_path / "hostile", text) for case, text in hostile(reader).items()}
+    assert {case: problem for case, problem in outcomes.items() if problem} == {}
 
 
 @pytest.mark.parametrize("name", [n for n in READERS if n != "checkpoint manifest"])  # its sample has no such files

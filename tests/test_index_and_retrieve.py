@@ -29,15 +29,15 @@ def test_index_then_retrieve_on_the_sample_world(tmp_path, capsys):
     assert index.main(["--corpus", corpus, "--encoder", "hashing", "--output", folder]) == 0
     out = capsys.readouterr().out
     assert "passages/s" in out
-    asked = ["--data", data, "--encoder", "hashing", "--limit", "50"]
-    assert retrieve.main([*asked, "--index", folder, "--output", str(tmp_path / "a")]) == 0
+    flags = ["--data", data, "--encoder", "hashing", "--limit", "50"]
+    assert retrieve.main([*flags, "--index", folder, "--output", str(tmp_path / "a")]) == 0
     assert "recall@10" in capsys.readouterr().out
-    assert retrieve.main([*asked, "--corpus", corpus, "--output", str(tmp_path / "b"), "--top-k", "20"]) == 0
+    assert retrieve.main([*flags, "--corpus", corpus, "--output", str(tmp_path / "b"), "--top-k", "20"]) == 0
     assert recall(tmp_path / "a") == recall(tmp_path / "b")
     assert "20" in json.loads((tmp_path / "b" / "recall.json").read_text())["recall"]
     # One of the two to four gold articles is named in the question itself.
     assert recall(tmp_path / "a")[1] >= (1 / 2 + 1 / 3 + 1 / 4) / 3
-    assert retrieve.main([*asked, "--retriever", "golden", "--output", str(tmp_path / "c")]) == 0
+    assert retrieve.main([*flags, "--retriever", "golden", "--output", str(tmp_path / "c")]) == 0
     assert recall(tmp_path / "c") == (50, 1.0)
 
 
@@ -80,28 +80,28 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_corpus_is_read(t
 
 
 @pytest.mark.parametrize(("files", "lexical", "hybrid"), [(HOTPOT, 0.765, 0.765), (MUSIQUE, 0.49, 0.49)])
-def test_bm25_on_real_questions_reaches_the_reference(shared, tmp_path, files, lexical, hybrid):
+def test_bm25_on_real_questions_comes_near_the_reference(shared, tmp_path, files, lexical, hybrid):
     """0.775 and 0.498 with English stop words and a stemmer; hashing beside it must not spoil it."""
     data, corpus = (str(shared / "data" / name) for name in files)
-    asked = ["--data", data, "--corpus", corpus, "--encoder", "hashing"]
-    for name, least in (("lexical", lexical), ("hybrid", hybrid)):
-        assert retrieve.main([*asked, "--retriever", name, "--output", str(tmp_path / name)]) == 0
-        assert recall(tmp_path / name)[1] >= least
+    flags = ["--data", data, "--corpus", corpus, "--encoder", "hashing"]
+    for name, minimum_recall in (("lexical", lexical), ("hybrid", hybrid)):
+        assert retrieve.main([*flags, "--retriever", name, "--output", str(tmp_path / name)]) == 0
+        assert recall(tmp_path / name)[1] >= minimum_recall
 
 
 def test_one_query_is_shown_with_scores_and_sources(tmp_path, capsys):
     corpus = str(shipped("data", "world", "corpus.jsonl"))
-    asked = ["--corpus", corpus, "--encoder", "hashing", "--top-k", "2", "--query"]
+    flags = ["--corpus", corpus, "--encoder", "hashing", "--top-k", "2", "--query"]
     data = ["--data", str(shipped("data", "world", "test.jsonl"))]
     for name, source in (("lexical", "lexical"), ("hybrid", r"semantic\+lexical"), ("semantic", "semantic")):
-        assert retrieve.main([*asked, "Who directed Tentor Trulgol?", "--retriever", name]) == 0
+        assert retrieve.main([*flags, "Who directed Tentor Trulgol?", "--retriever", name]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert re.fullmatch(rf"  1  \d+\.\d{{4}}  {source}  \[\S+\] Tentor Trulgol", lines[0])
         assert "directed the film Tentor Trulgol" in lines[1] and len(lines) == 4
-    assert retrieve.main([*asked, "zebra", "--retriever", "lexical"]) == 0
+    assert retrieve.main([*flags, "zebra", "--retriever", "lexical"]) == 0
     assert capsys.readouterr().out == "nothing found\n"
     for wrong in (["--gap-report", str(tmp_path / "g.json")], ["--retriever", "golden", *data]):
-        assert retrieve.main([*asked, "x", *wrong]) == 2
+        assert retrieve.main([*flags, "x", *wrong]) == 2
     assert retrieve.main(["--query", "x", "--context", "question", *data]) == 2
     assert retrieve.main(["--query", "x", "--encoder", "hashing"]) == 1
     assert shows(capsys.readouterr().err, "nothing-to-search")
@@ -109,16 +109,16 @@ def test_one_query_is_shown_with_scores_and_sources(tmp_path, capsys):
 
 def test_a_document_without_a_score_is_shown(capsys, monkeypatch):
     """A server that gives no scores made --query fail with a traceback."""
-    found = Document("7", "Blue Harbor", "A film.", source="http://here/retrieve")
-    monkeypatch.setattr(remote, "remote_retriever", lambda setup, top_k: lambda pairs: [[found]])
+    document = Document("7", "Blue Harbor", "A film.", source="http://here/retrieve")
+    monkeypatch.setattr(remote, "remote_retriever", lambda setup, top_k: lambda pairs: [[document]])
     assert retrieve.main(["--retriever", "http://here/retrieve", "--query", "x"]) == 0
     assert capsys.readouterr().out == "  1  -  http://here/retrieve  [7] Blue Harbor\n     A film.\n"
 
 
 def test_a_folder_where_recall_cannot_be_written_is_refused_before_the_questions_are_read(tmp_path, capsys):
     (tmp_path / "file").write_text("no questions")
-    asked = ["--data", str(tmp_path / "file"), "--encoder", "hashing", "--output", str(tmp_path / "file" / "r")]
-    assert retrieve.main(asked) == 1
+    arguments = ["--data", str(tmp_path / "file"), "--encoder", "hashing", "--output", str(tmp_path / "file" / "r")]
+    assert retrieve.main(arguments) == 1
     assert shows(capsys.readouterr().err, "system-error", str(tmp_path / "file"))
 
 
@@ -130,17 +130,18 @@ def test_gaps_of_a_corpus_are_reported_with_what_they_cost(tmp_path, capsys):
     lines = shipped("data", "world", "corpus.jsonl").read_text().splitlines()
     corpus, report = tmp_path / "corpus.jsonl", tmp_path / "new" / "gaps.json"
     corpus.write_text("\n".join(line for line in lines if json.loads(line)["title"] != lost))
-    asked = ["--data", data, "--limit", "20", "--corpus", str(corpus), "--retriever", "lexical"]
-    assert retrieve.main([*asked, "--gap-report", str(report), "--output", str(tmp_path / "r")]) == 0
-    told, out = json.loads(report.read_text()), capsys.readouterr().out
+    flags = ["--data", data, "--limit", "20", "--corpus", str(corpus), "--retriever", "lexical"]
+    assert retrieve.main([*flags, "--gap-report", str(report), "--output", str(tmp_path / "r")]) == 0
+    gaps = json.loads(report.read_text())
+    out = capsys.readouterr().out
     lacking = [q for q in read_questions(data, 20) if lost in {d.title for d in q.gold}]
-    assert [q["id"] for q in told["questions"]] == [q.id for q in lacking] and lacking
-    assert told["n"] == 20 and told["missing"] == len(lacking)
-    assert told["best_recall"] == pytest.approx(1 - sum(1 / len(q.gold) for q in lacking) / 20)
-    assert recall(tmp_path / "r")[1] <= told["best_recall_at"]["5"]
-    of_questions = f"in {len(told['questions'])} of {told['n']} questions"
-    assert f"the corpus lacks {told['missing']} of {told['gold']} gold paragraphs, {of_questions}\n" in out
-    assert retrieve.main([*asked, "--gap-report", str(report), "--output", str(tmp_path / "s")]) == 1
+    assert [q["id"] for q in gaps["questions"]] == [q.id for q in lacking] and lacking
+    assert gaps["n"] == 20 and gaps["missing"] == len(lacking)
+    assert gaps["best_recall"] == pytest.approx(1 - sum(1 / len(q.gold) for q in lacking) / 20)
+    assert recall(tmp_path / "r")[1] <= gaps["best_recall_at"]["5"]
+    of_questions = f"in {len(gaps['questions'])} of {gaps['n']} questions"
+    assert f"the corpus lacks {gaps['missing']} of {gaps['gold']} gold paragraphs, {of_questions}\n" in out
+    assert retrieve.main([*flags, "--gap-report", str(report), "--output", str(tmp_path / "s")]) == 1
     assert "already exists" in capsys.readouterr().err and not (tmp_path / "s").exists()
 
 
@@ -154,15 +155,15 @@ def test_questions_at_which_the_retriever_failed_are_left_out(tmp_path, capsys, 
         return search(self, queries, k, own_places)
 
     data = str(shipped("data", "world", "test.jsonl"))
-    asked = ["--data", data, "--limit", "6", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
+    flags = ["--data", data, "--limit", "6", "--corpus", str(shipped("data", "world", "corpus.jsonl"))]
     bad = [q.text for q in read_questions(data, 6)][2:4]
     monkeypatch.setattr(Lexical, "search", sometimes)
-    assert retrieve.main([*asked, "--retriever", "lexical", "--output", str(tmp_path / "r")]) == 0
-    told = capsys.readouterr()
-    assert recall(tmp_path / "r")[0] == 4 and "(2 left out because the retriever failed)" in told.out
-    assert told.err.count("warning: the retriever failed: RuntimeError: can't allocate memory") == 1
+    assert retrieve.main([*flags, "--retriever", "lexical", "--output", str(tmp_path / "r")]) == 0
+    captured = capsys.readouterr()
+    assert recall(tmp_path / "r")[0] == 4 and "(2 left out because the retriever failed)" in captured.out
+    assert captured.err.count("warning: the retriever failed: RuntimeError: can't allocate memory") == 1
     bad = [q.text for q in read_questions(data, 6)]
-    assert retrieve.main([*asked, "--retriever", "lexical", "--output", str(tmp_path / "s")]) == 1
+    assert retrieve.main([*flags, "--retriever", "lexical", "--output", str(tmp_path / "s")]) == 1
     assert "failed on every question" in capsys.readouterr().err and not (tmp_path / "s").exists()
 
 
@@ -172,14 +173,14 @@ def test_a_missing_corpus_or_question_file_is_a_usage_error(capsys):
         assert f"{flag} is missing" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("files", "least"), [(HOTPOT, 0.75), (MUSIQUE, 0.49)])
-def test_hashing_on_real_questions_is_no_worse_than_bm25_by_much(shared, tmp_path, files, least):
+@pytest.mark.parametrize(("files", "minimum_recall"), [(HOTPOT, 0.75), (MUSIQUE, 0.49)])
+def test_hashing_on_real_questions_is_no_worse_than_bm25_by_much(shared, tmp_path, files, minimum_recall):
     """BM25's recall@5 is 0.775 and 0.498 on these."""
     data, corpus = (str(shared / "data" / name) for name in files)
     assert retrieve.main(["--data", data, "--corpus", corpus, "--encoder", "hashing", "--output", str(tmp_path)]) == 0
-    n, found = recall(tmp_path)
+    n, recall_at_5 = recall(tmp_path)
     assert n == 100
-    assert found >= least
+    assert recall_at_5 >= minimum_recall
 
 
 @pytest.mark.slow
@@ -190,34 +191,35 @@ def test_minilm_on_real_questions_reaches_the_reference(shared, minilm, tmp_path
         index.main(["--corpus", corpus, "--encoder", str(minilm), "--output", str(tmp_path / "i"), "--device", "cpu"])
         == 0
     )
-    asked = ["--data", data, "--index", str(tmp_path / "i"), "--encoder", str(minilm)]
+    flags = ["--data", data, "--index", str(tmp_path / "i"), "--encoder", str(minilm)]
     for name, reference in (("semantic", semantic), ("hybrid", hybrid)):
-        assert retrieve.main([*asked, "--retriever", name, "--output", str(tmp_path / name)]) == 0
+        assert retrieve.main([*flags, "--retriever", name, "--output", str(tmp_path / name)]) == 0
         assert recall(tmp_path / name)[1] == pytest.approx(reference, abs=0.005)
 
 
 def test_an_index_is_replaced_by_one_of_the_same_corpus_only_and_it_is_said(tmp_path, capsys):
-    corpus, other = tmp_path / "corpus.jsonl", tmp_path / "other.jsonl"
+    corpus = tmp_path / "corpus.jsonl"
+    other_corpus = tmp_path / "other.jsonl"
     corpus.write_text('{"id": "1", "title": "T", "text": "x"}\n')
-    other.write_text('{"id": "1", "title": "T", "text": "y"}\n')
+    other_corpus.write_text('{"id": "1", "title": "T", "text": "y"}\n')
     options = ["--encoder", "hashing", "--output", str(tmp_path / "i")]
     assert index.main(["--corpus", str(corpus), *options]) == 0
     assert "replacing" not in capsys.readouterr().out
     assert index.main(["--corpus", str(corpus), *options]) == 0
     assert "replacing   the index of the same corpus" in capsys.readouterr().out
-    assert index.main(["--corpus", str(other), *options]) == 1
+    assert index.main(["--corpus", str(other_corpus), *options]) == 1
     error = capsys.readouterr().err
     assert shows(error, "index-corpus-differs") and "Pass another --output" in error
     assert '"x"' in (tmp_path / "i" / "passages.jsonl").read_text()
 
 
-def test_an_earlier_measurement_and_an_index_are_not_written_over(tmp_path, capsys):
-    asked = ["--data", str(shipped("data", "world", "test.jsonl")), "--encoder", "hashing", "--limit", "2"]
-    assert retrieve.main([*asked, "--output", str(tmp_path)]) == 0
-    before = (tmp_path / "recall.json").read_bytes()
-    assert retrieve.main([*asked, "--limit", "3", "--output", str(tmp_path)]) == 1
+def test_an_earlier_measurement_is_not_written_over(tmp_path, capsys):
+    flags = ["--data", str(shipped("data", "world", "test.jsonl")), "--encoder", "hashing", "--limit", "2"]
+    assert retrieve.main([*flags, "--output", str(tmp_path)]) == 0
+    first_measurement = (tmp_path / "recall.json").read_bytes()
+    assert retrieve.main([*flags, "--limit", "3", "--output", str(tmp_path)]) == 1
     assert shows(capsys.readouterr().err, "output-exists", "recall.json")
-    assert (tmp_path / "recall.json").read_bytes() == before
+    assert (tmp_path / "recall.json").read_bytes() == first_measurement
 
 
 def test_an_index_that_another_process_builds_is_not_built_a_second_time(tmp_path, capsys):
@@ -268,8 +270,8 @@ def test_a_full_disk_is_an_error_with_a_remedy_and_what_was_encoded_stays(tmp_pa
     with monkeypatch.context() as patched:
         patched.setattr("faiss.write_index", full)
         assert index.main(arguments) == 1
-    told = capsys.readouterr().err
-    assert "cannot be written: write error: No space left on device" in told and "Free disk space" in told
+    stderr = capsys.readouterr().err
+    assert "cannot be written: write error: No space left on device" in stderr and "Free disk space" in stderr
     assert index.main(arguments) == 0 and "1 were already encoded" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.jsonl", "index"]
 
@@ -283,18 +285,18 @@ def test_a_folder_of_documents_becomes_an_index_that_all_retrievers_search(tmp_p
     (docs / "latin.txt").write_bytes("Käse".encode("latin-1"))
     arguments = ["--documents", str(docs), "--encoder", "hashing", "--output", folder]
     assert index.main(arguments) == 0
-    told = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     assert (
-        "documents   1 (0 duplicate passages)" in told
-        and "  1 not in UTF-8: latin.txt" in told
-        and "passages    2\n" in told
-        and "skipped     1, listed in skipped.jsonl of the index" in told
+        "documents   1 (0 duplicate passages)" in stdout
+        and "  1 not in UTF-8: latin.txt" in stdout
+        and "passages    2\n" in stdout
+        and "skipped     1, listed in skipped.jsonl of the index" in stdout
     )
     skipped = (tmp_path / "index" / "skipped.jsonl").read_text(encoding="utf-8")
     assert json.loads(skipped)["path"] == "latin.txt"
     for name in ("semantic", "lexical", "hybrid"):
-        asked = ["--index", folder, "--encoder", "hashing", "--retriever", name, "--query", "Who directed Brenn?"]
-        assert retrieve.main(asked) == 0
+        flags = ["--index", folder, "--encoder", "hashing", "--retriever", name, "--query", "Who directed Brenn?"]
+        assert retrieve.main(flags) == 0
         lines = capsys.readouterr().out.splitlines()
         assert re.search(r"  \[films\.md#[0-9a-f]{16}\] Films > Brenn$", lines[0])
         assert lines[1] == "     Ann Dahl directed Brenn."

@@ -23,17 +23,17 @@ from tests.errors import raises
 def desk(tmp_path, monkeypatch):
     """The folders of a run of SFT, of one of RL, and of an index."""
     monkeypatch.chdir(tmp_path)
-    for name, usual in (("sft", SftConfig()), ("ppo", PpoConfig())):
+    for name, defaults in (("sft", SftConfig()), ("ppo", PpoConfig())):
         write_json(tmp_path / name / "adapter" / "adapter_config.json", {})
-        config = resolve(name, usual, ["--preset", "tiny", "--queries-per-step", "2"])
+        config = resolve(name, defaults, ["--preset", "tiny", "--queries-per-step", "2"])
         (tmp_path / name / "config.toml").write_text(to_toml(config, name), encoding="utf-8")
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "manifest.json").write_text(json.dumps({"encoder": "my/encoder"}))
     return tmp_path
 
 
-def read(name: str, usual: object, *argv: str) -> dict:
-    return flat(resolve(name, usual, list(argv)))
+def read(name: str, defaults: object, *argv: str) -> dict:
+    return flat(resolve(name, defaults, list(argv)))
 
 
 def test_an_answer_needs_only_the_adapter_and_the_index(desk):
@@ -69,8 +69,8 @@ def test_the_preset_of_the_run_need_not_be_repeated(desk):
 
 
 def test_the_length_of_episodes_is_that_of_rl_but_not_of_the_rows_of_sft(desk):
-    for name, usual, flags in (("sft", SftConfig(), []), ("ppo", PpoConfig(), ["--max-new-tokens", "64"])):
-        config = resolve(name, usual, ["--max-length", "1200", *flags])
+    for name, defaults, flags in (("sft", SftConfig(), []), ("ppo", PpoConfig(), ["--max-new-tokens", "64"])):
+        config = resolve(name, defaults, ["--max-length", "1200", *flags])
         (desk / name / "config.toml").write_text(to_toml(config, name))
     assert read("ask", AskConfig(), "--adapter", "sft")["max_length"] == 4096
     values = read("ask", AskConfig(), "--adapter", "ppo")
@@ -81,15 +81,15 @@ def test_the_length_of_episodes_is_that_of_rl_but_not_of_the_rows_of_sft(desk):
 
 @pytest.mark.parametrize("name", ["sft", "ppo", "ppo/adapter"])
 def test_other_commands_take_them_too(desk, name):
-    for command_name, usual in (("ppo", PpoConfig()), ("sft", SftConfig()), ("plan", PlanRlConfig())):
-        assert read(command_name, usual, "--adapter", name)["model"] == "tiny"
+    for command_name, defaults in (("ppo", PpoConfig()), ("sft", SftConfig()), ("plan", PlanRlConfig())):
+        assert read(command_name, defaults, "--adapter", name)["model"] == "tiny"
     assert read("export", ExportConfig(), "--adapter", name)["queries_per_step"] == 2
     assert read("serve", ServeConfig(), "--adapters", f"sft=sft,rl={name}")["model"] == "tiny"
 
 
 def test_what_the_user_sets_wins_even_if_it_is_the_default(desk):
-    given = ["--adapter", "ppo", "--index", "index", "--top-k", "5", "--encoder", "intfloat/e5-base-v2"]
-    values = read("ask", AskConfig(), *given, "--model", "a/b", "--init-prompt", "none")
+    flags = ["--adapter", "ppo", "--index", "index", "--top-k", "5", "--encoder", "intfloat/e5-base-v2"]
+    values = read("ask", AskConfig(), *flags, "--model", "a/b", "--init-prompt", "none")
     assert (values["top_k"], values["encoder"]) == (5, "intfloat/e5-base-v2")
     assert (values["model"], values["init_prompt"]) == ("a/b", None)
     assert values["step_prompt"] == "prompts/tiny/step_prompt.txt"

@@ -62,33 +62,36 @@ def inputs_of(config: PpoConfig) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_every_input_is_told_apart_by_its_content(settings, name):
-    before, file = inputs_of(settings), Path(INPUTS[name][1])
-    assert before.keys() == INPUTS.keys() and inputs_of(settings) == before
+    fingerprints_before = inputs_of(settings)
+    file = Path(INPUTS[name][1])
+    assert fingerprints_before.keys() == INPUTS.keys() and inputs_of(settings) == fingerprints_before
     text = file.read_text(encoding="utf-8")
-    other = text.replace("{}", '{"x": 1}').replace("Now:", "Then:").replace("kind", "# changed\nkind")
-    file.write_text(other.replace("0.0", "1.0").replace(HOTPOT["context"][0][1][0], "Another."), encoding="utf-8")
-    after = inputs_of(settings)
-    assert [key for key in after if after[key] != before[key]] == [name]
+    changed_text = text.replace("{}", '{"x": 1}').replace("Now:", "Then:").replace("kind", "# changed\nkind")
+    file.write_text(
+        changed_text.replace("0.0", "1.0").replace(HOTPOT["context"][0][1][0], "Another."), encoding="utf-8"
+    )
+    fingerprints_after = inputs_of(settings)
+    assert [key for key in fingerprints_after if fingerprints_after[key] != fingerprints_before[key]] == [name]
 
 
 def test_the_prompt_for_documents_and_those_of_other_formats_count(settings):
-    before = inputs_of(settings)
+    fingerprints_before = inputs_of(settings)
     Path("step.txt").write_text("Read: {documents}", encoding="utf-8")
-    assert inputs_of(settings)["the prompts"] != before["the prompts"]
+    assert inputs_of(settings)["the prompts"] != fingerprints_before["the prompts"]
     config, protocols = settings, protocols_of(settings.protocol, settings.mixture)
-    more = fingerprints_of_rl(config, [], [], protocols | {"talk": protocols[""]})
-    assert more["the prompts"] != fingerprints_of_rl(config, [], [], protocols)["the prompts"]
+    with_second_format = fingerprints_of_rl(config, [], [], protocols | {"talk": protocols[""]})
+    assert with_second_format["the prompts"] != fingerprints_of_rl(config, [], [], protocols)["the prompts"]
 
 
 def test_questions_that_are_held_out_count_and_gold_ones(settings):
     (question,) = read_questions(settings.data.data)
     protocols = protocols_of(settings.protocol, settings.mixture)
     key = "the paragraphs of the questions"
-    found = [
-        fingerprints_of_rl(settings, some, others, protocols)[key]
-        for some, others in (([question], []), ([question], [question]), ([replace(question, gold=())], []))
+    fingerprints = [
+        fingerprints_of_rl(settings, training, held_out, protocols)[key]
+        for training, held_out in (([question], []), ([question], [question]), ([replace(question, gold=())], []))
     ]
-    assert len(set(found)) == 3
+    assert len(set(fingerprints)) == 3
 
 
 def test_what_is_not_here_has_no_fingerprint():
@@ -143,17 +146,17 @@ def test_a_run_is_not_resumed_with_other_files_and_reads_no_others(tmp_path, cap
     opened.clear()
     assert ppo.main([*arguments, "--stop-after", "1"]) == 0
     read = {Path(name).relative_to(tmp_path).as_posix() for name in opened if Path(name).is_relative_to(tmp_path)}
-    own = {name for name in read if not name.startswith("rl/") and (tmp_path / name).is_file()}
-    own -= {"sft/adapter_model.safetensors"}  # which is not always opened by Python
+    input_files = {name for name in read if not name.startswith("rl/") and (tmp_path / name).is_file()}
+    input_files -= {"sft/adapter_model.safetensors"}  # which is not always opened by Python
     inputs = {"corpus.jsonl", "prompt.txt", "sft/adapter_config.json"}
-    assert own == inputs | {"questions.jsonl"}  # which are the data
+    assert input_files == inputs | {"questions.jsonl"}  # which are the data
 
     for name in inputs:
         with (tmp_path / name).open("a", encoding="utf-8") as file:
             file.write("\n.\n" if name == "prompt.txt" else "\n")
     assert ppo.main([*arguments, "--resume", "auto"]) == 1
-    told = "has changed since it started: the adapter of --adapter, the prompts, the passages of --corpus"
-    assert told in capsys.readouterr().err
+    message = "has changed since it started: the adapter of --adapter, the prompts, the passages of --corpus"
+    assert message in capsys.readouterr().err
 
     step = tmp_path / "rl" / "checkpoint-1" / checkpoint.STATE
     state = json.loads(step.read_text(encoding="utf-8"))

@@ -126,8 +126,8 @@ def test_every_request_but_that_for_the_health_carries_the_whole_token(running):
     for path, body in asks.items():
         for wrong in (None, "", "Bearer ", f"Bearer {token}x", f"Bearer {token[:-1]}", f"Basic {token}"):
             assert status_of(url + path, body, wrong) == 401, (path, wrong)
-    found = {path: status_of(url + path, body, f"Bearer {token}") for path, body in asks.items()}
-    assert found == {"/retrieve": 200, "/version": 404}
+    statuses = {path: status_of(url + path, body, f"Bearer {token}") for path, body in asks.items()}
+    assert statuses == {"/retrieve": 200, "/version": 404}
     assert status_of(f"{url}/health", None, None) == 200
 
 

@@ -41,7 +41,7 @@ def says(monkeypatch):
     """Lets the model say what a function makes of a prompt; counts how often it was loaded, and what it was asked."""
 
     class Script:
-        loads, asked, answer = 0, [], None
+        loads, prompts, answer = 0, [], None
 
     script, load = Script(), local_client.load_frozen
 
@@ -50,7 +50,7 @@ def says(monkeypatch):
         for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
             tokenizer = engine.layout.tokenizer
             if not sequence.turn and not depth:
-                script.asked.append(tokenizer.decode(sequence.tokens))
+                script.prompts.append(tokenizer.decode(sequence.tokens))
             reply = script.answer(sequence.question.text)
             tokens.append(token_of(tokenizer, reply, len(sequence.turn) + depth))
         return torch.tensor(tokens), torch.zeros(len(tokens))
@@ -74,17 +74,20 @@ def test_replies_are_those_of_transformers():
         Request("And who wrote it?", "Be short.", ("Who directed it?", "Janwo Jirmar."), max_output_tokens=12),
         Request("Step 1:\nThe problem analysis: what is " + "known and " * 40, max_output_tokens=24),
     ]
+    complete_count = 0
     for request, reply in zip(requests, client().generate_all(requests), strict=True):
         turns = [{"role": "system", "content": request.system}] * bool(request.system)
         texts = [*request.earlier, request.prompt]
         turns += [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
         ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        most = request.max_output_tokens
-        written = model.generate(**ids, max_new_tokens=most, do_sample=False)[0, ids["input_ids"].shape[1] :]
-        ended = written[-1].item() == tokenizer.convert_tokens_to_ids("<|im_end|>")
-        assert reply.failure == (None if ended else "cut")
-        if ended:
-            assert reply.text == tokenizer.decode(written, skip_special_tokens=True).strip()
+        limit = request.max_output_tokens
+        generated_ids = model.generate(**ids, max_new_tokens=limit, do_sample=False)[0, ids["input_ids"].shape[1] :]
+        is_complete = generated_ids[-1].item() == tokenizer.convert_tokens_to_ids("<|im_end|>")
+        assert reply.failure == (None if is_complete else "cut")
+        if is_complete:
+            assert reply.text == tokenizer.decode(generated_ids, skip_special_tokens=True).strip()
+            complete_count += 1
+    assert complete_count > 0
 
 
 GRADES = {"answer_is_right": True, "steps": [
@@ -111,13 +114,13 @@ def judge(tmp_path):
 def test_verdicts_are_read_asked_once_and_kept(says, judge, tmp_path):
     says.answer = lambda prompt: json.dumps(GRADES)
     first = judge()
-    (verdict, again, other) = first.verdicts([episode(), episode(), episode("b")])
-    assert verdict.correct and verdict == again == other
+    (verdict, repeated_verdict, other_verdict) = first.verdicts([episode(), episode(), episode("b")])
+    assert verdict.correct and verdict == repeated_verdict == other_verdict
     assert [(s.relevance, s.rationality, s.coherence) for s in verdict.steps] == [(0.8, 0.6, 0.9), (0, 0, 1)]
-    assert says.loads == 1 and len(says.asked) == 2
+    assert says.loads == 1 and len(says.prompts) == 2
     request = request_for(episode())
-    for told in (request.prompt, request.system, json.dumps(request.schema)):
-        assert told in says.asked[0]
+    for part in (request.prompt, request.system, json.dumps(request.schema)):
+        assert part in says.prompts[0]
     counts = first.counts()
     assert (counts["judge/calls"], counts["judge/failures"], counts["judge/missing"]) == (2, 0, 0)
     assert counts["judge/output_tokens"] > 0 and "judge/cost" not in counts
@@ -149,24 +152,24 @@ def test_what_is_no_verdict_is_missing(says, judge):
     assert [v is not None for v in verdicts] == [False] * 4 + [True] + [False] * 4
     counts = judging.counts()
     assert [counts[f"judge/failures/{kind}"] for kind in ("malformed", "schema", "empty", "cut")] == [4, 2, 1, 1]
-    asked = len(says.asked)
+    prompt_count = len(says.prompts)
     judge().verdicts([episode("good"), episodes[0]])
-    assert len(says.asked) == asked + 1  # what failed is asked again, and what did not is not
+    assert len(says.prompts) == prompt_count + 1  # what failed is asked again, and what did not is not
 
 
 def test_if_nothing_is_a_verdict_the_run_stops(says, judge):
     says.answer = lambda prompt: "oops"
-    told = "2 of the last 2 calls of the judge failed: 2 x the reply is not valid JSON"
-    with pytest.raises(R3LiteError, match=told):
+    message = "2 of the last 2 calls of the judge failed: 2 x the reply is not valid JSON"
+    with pytest.raises(R3LiteError, match=message):
         judge().verdicts([episode("a"), episode("b")])
 
 
 def test_what_is_too_long_is_not_asked(says):
     says.answer = lambda prompt: '{"mark": 1}'
-    asked = client(judge_max_length=400)
-    replies = asked.generate_all([ask("word " * 500), ask("How good?", max_output_tokens=32)])
+    short_client = client(judge_max_length=400)
+    replies = short_client.generate_all([ask("word " * 500), ask("How good?", max_output_tokens=32)])
     assert [r.failure for r in replies] == ["too_long", None] and replies[1].value.mark == 1
-    assert asked.counts()["calls"] == 1
+    assert short_client.counts()["calls"] == 1
     # The model was made for 4,096 tokens.
     assert client(judge_max_length=100_000).work.row_tokens == 4096
 
@@ -176,11 +179,11 @@ def test_a_cap_is_kept_and_what_it_allows_is_asked_first(says, tmp_path):
     requests = [ask(f"How good? {i}", max_output_tokens=32) for i in range(3)]
     replies = client(tmp_path, judge_max_calls=2).generate_all(requests)
     assert [r.failure for r in replies] == [None, None, "capped"]
-    seen = []
-    assert [r.failure for r in client(tmp_path, judge_max_calls=2).generate_all(requests, None, seen.append)] == [
+    reported = []
+    assert [r.failure for r in client(tmp_path, judge_max_calls=2).generate_all(requests, None, reported.append)] == [
         None
     ] * 3
-    assert [r.cached for r in seen] == [True, True, False]
+    assert [r.cached for r in reported] == [True, True, False]
 
 
 def test_a_limit_is_the_requests_own_whatever_else_is_asked_with_it(says):
@@ -191,12 +194,12 @@ def test_a_limit_is_the_requests_own_whatever_else_is_asked_with_it(says):
 
 def test_the_cache_tells_models_and_numbers_apart(small_model, write_folder, tmp_path):
     """A verdict of another model, or of the same in 4 bits, is another verdict."""
-    other = write_folder(small_model(vocab_size=1024), tmp_path / "other")
+    folder = write_folder(small_model(vocab_size=1024), tmp_path / "other")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, other / name)
-    made = [client(), client(judge_model=str(other)), client(judge_quantize="nf4"), client(judge_temperature=1.0)]
-    assert len({json.dumps(c.circumstances) for c in made}) == 4
-    assert client(judge_model="tiny").circumstances == made[0].circumstances
+        shutil.copy(TINY / name, folder / name)
+    clients = [client(), client(judge_model=str(folder)), client(judge_quantize="nf4"), client(judge_temperature=1.0)]
+    assert len({json.dumps(c.circumstances) for c in clients}) == 4
+    assert client(judge_model="tiny").circumstances == clients[0].circumstances
 
 
 def test_markup_in_what_is_asked_stays_text():
@@ -225,10 +228,11 @@ def test_the_memory_that_it_takes_is_planned(tmp_path, small_model, write_folder
     settings = JudgeSettings(judge="local", judge_model=str(folder), judge_max_length=2048, judge_quantize=quantize)
     requests = [Request("word " * 400 + str(i), max_output_tokens=24) for i in range(8)]
     with LiveTensors() as counter:
-        held = weights.load_model(TINY, torch.float32, "cpu")
+        resident_model = weights.load_model(TINY, torch.float32, "cpu")
+        resident_bytes = counter.live
         LocalClient(settings, None, CPU, MemorySettings(nf4_cache=None)).generate_all(requests)
         gc.collect()
-        assert counter.live < 1.1 * counter.peak and held is not None
+        assert counter.live < 1.1 * resident_bytes and resident_model is not None  # the judge's model is gone
     work = evaluate_workload(CPU, LengthSettings(), RetrievalSettings(), 8, judge=settings)
     memory = work.judge.memory
     tokens = len(client().tokenizer.open_chat(requests[0].prompt)) + 24
@@ -257,7 +261,7 @@ def test_an_evaluation_is_judged_by_it(says, tmp_path, capsys):
     assert evaluate.main(run) == 0
     scores = json.loads((tmp_path / "out" / "scores.json").read_text(encoding="utf-8"))
     assert scores["judge_accuracy"]["value"] == 1.0 and scores["reasoning_accuracy"]["value"] == 0.5
-    assert scores["judge"]["judge/calls"] == 2 and FORM.format(schema="")[:40] in says.asked[-1]
+    assert scores["judge"]["judge/calls"] == 2 and FORM.format(schema="")[:40] in says.prompts[-1]
 
 
 def test_errors_say_what_to_do(tmp_path, capsys):

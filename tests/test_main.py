@@ -40,17 +40,18 @@ def test_the_list_imports_nothing_heavy():
 )
 def test_an_unknown_command_is_one_line_with_the_nearest_name(name, nearest, capsys):
     assert main([name, "--data", "x"]) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1
-    assert told.err.startswith(f"r3lite: unknown command {name!r}; choose from sft, ")
-    assert told.err.endswith(f"quickstart{nearest}\n")
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith(f"r3lite: unknown command {name!r}; choose from sft, ")
+    assert captured.err.endswith(f"quickstart{nearest}\n")
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--corpu", "x"], []])
 def test_a_command_is_the_same_either_way(arguments):
-    one, other = started("r3lite", "index", *arguments), started("r3lite.index", *arguments)
-    assert (one.returncode, one.stdout, one.stderr) == (other.returncode, other.stdout, other.stderr)
-    assert one.returncode == (0 if arguments == ["--help"] else 2)
+    package = started("r3lite", "index", *arguments)
+    module = started("r3lite.index", *arguments)
+    assert (package.returncode, package.stdout, package.stderr) == (module.returncode, module.stdout, module.stderr)
+    assert package.returncode == (0 if arguments == ["--help"] else 2)
 
 
 def test_rl_is_another_name_of_ppo():

@@ -33,15 +33,15 @@ def test_the_notebook_has_no_outputs_and_is_plain_python():
 
 @pytest.mark.parametrize("in_clone", [True, False])
 def test_r3lite_is_installed_from_the_clone_or_from_the_address(monkeypatch, tmp_path, in_clone):
-    asked = []
+    commands = []
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(subprocess, "run", lambda command, check: asked.append(command))
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
     monkeypatch.chdir(ROOT / "docs" if in_clone else tmp_path)
     code = CODE[0].replace('REPOSITORY = ""', 'REPOSITORY = "https://host/r3lite"')
     exec(code if not in_clone else CODE[0], {})
-    assert asked[-1] == [*PIP, str(ROOT if in_clone else tmp_path / "r3lite-clone")]
+    assert commands[-1] == [*PIP, str(ROOT if in_clone else tmp_path / "r3lite-clone")]
     cloned = ["git", "clone", "--depth", "1", "https://host/r3lite", str(tmp_path / "r3lite-clone")]
-    assert asked[:-1] == ([] if in_clone else [cloned])
+    assert commands[:-1] == ([] if in_clone else [cloned])
 
 
 @pytest.mark.slow

@@ -67,29 +67,31 @@ def logged(run: Path, name: str = "metrics.jsonl") -> list[dict]:
 
 def tensors(run: Path, *groups: str) -> dict[str, torch.Tensor]:
     """The adapter, and what all checkpoints hold of these groups."""
-    found = safetensors.torch.load_file(run / "adapter" / "adapter_model.safetensors")
+    tensors_by_name = safetensors.torch.load_file(run / "adapter" / "adapter_model.safetensors")
     for step in checkpoint.folders_by_step(run):
-        kept = checkpoint.read(run / f"checkpoint-{step}").tensors
-        found |= {f"{step} {group} {name}": tensor for group in groups for name, tensor in kept[group].items()}
-    return found
+        saved_groups = checkpoint.read(run / f"checkpoint-{step}").tensors
+        tensors_by_name |= {
+            f"{step} {group} {name}": tensor for group in groups for name, tensor in saved_groups[group].items()
+        }
+    return tensors_by_name
 
 
-def assert_same(one: Path, other: Path, *groups: str) -> None:
+def assert_same(first_run: Path, second_run: Path, *groups: str) -> None:
     """Metrics but times, speeds and memory, episodes, adapter, and weights and moments of checkpoints: to the bit."""
-    assert logged(one) == logged(other)
-    if (one / "episodes.jsonl").exists():
-        assert logged(one, "episodes.jsonl") == logged(other, "episodes.jsonl")
-    first, second = (tensors(run, "weights", "optimizer", *groups) for run in (one, other))
+    assert logged(first_run) == logged(second_run)
+    if (first_run / "episodes.jsonl").exists():
+        assert logged(first_run, "episodes.jsonl") == logged(second_run, "episodes.jsonl")
+    first, second = (tensors(run, "weights", "optimizer", *groups) for run in (first_run, second_run))
     assert first.keys() == second.keys()
     assert [name for name, tensor in first.items() if not torch.equal(tensor, second[name])] == []
     assert any(tensor.abs().max() > 1e-3 for name, tensor in first.items() if "lora_B" in name)  # something was learned
 
 
-def assert_near(one: Path, other: Path) -> None:
+def assert_near(first_run: Path, second_run: Path) -> None:
     """The same up to the order in which gradients were added."""
-    for first, second in zip(logged(one), logged(other), strict=True):
+    for first, second in zip(logged(first_run), logged(second_run), strict=True):
         assert first == pytest.approx(second, rel=1e-3, abs=1e-5)
-    first, second = (tensors(run, "weights") for run in (one, other))
+    first, second = (tensors(run, "weights") for run in (first_run, second_run))
     for name, tensor in first.items():
         torch.testing.assert_close(tensor, second[name], rtol=1e-2, atol=1e-4)
 
@@ -160,9 +162,9 @@ def test_sft_stopped_and_resumed_equals_uninterrupted(trained, rows, tmp_path, f
     in_fp16(monkeypatch)
     run = [*rows, *FEATURES[feature].split(), "--output", str(tmp_path / "run")]
     on_card(sft.main, [*run, "--stop-after", "1"])
-    kept = checkpoint.read(tmp_path / "run" / "checkpoint-1").tensors["random"]
-    assert kept.keys() == {"cpu", "cuda.0"}
-    assert torch.equal(kept["cpu"], kept["cuda.0"]) == (feature != "dropout")  # both have the seed of the run
+    states = checkpoint.read(tmp_path / "run" / "checkpoint-1").tensors["random"]
+    assert states.keys() == {"cpu", "cuda.0"}
+    assert torch.equal(states["cpu"], states["cuda.0"]) == (feature != "dropout")  # both have the seed of the run
     on_card(sft.main, [*run, "--resume", "auto"])
     assert_same(trained / f"{feature} cuda", tmp_path / "run", "random")
 
@@ -198,8 +200,8 @@ def questions(trained, tmp_path_factory) -> list[str]:
     path = tmp_path_factory.mktemp("questions") / "questions.jsonl"
     lines = (WORLD / "train.jsonl").read_text(encoding="utf-8").splitlines()[:4]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    asked = [question.text for question in read_questions(str(path))]
-    traces = [{"question": text, "reasoning": "This gives the answer.", "answer": "Rome"} for text in asked]
+    question_texts = [question.text for question in read_questions(str(path))]
+    traces = [{"question": text, "reasoning": "This gives the answer.", "answer": "Rome"} for text in question_texts]
     write_jsonl(path.with_name("traces.jsonl"), traces)
     demonstrations = ["--retriever", "golden", "--output", str(path.with_name("demonstrations.jsonl"))]
     assert collect.main(["--preset", "tiny", "--data", str(path), *demonstrations]) == 0
@@ -277,7 +279,7 @@ def test_rl_stopped_and_resumed_equals_uninterrupted(played, questions, tmp_path
 class FailsOnce:
     """Lets memory run out in one attempt of a phase (from 0), after so many more tensors were made."""
 
-    def __init__(self, monkeypatch, card: SimulatedCuda, phase: str, number: int, after: int):
+    def __init__(self, monkeypatch, card: SimulatedCuda, phase: str, number: int, tensor_count: int):
         self.attempts, attempt = itertools.count(), ShrinkingGrant.run_within_memory
         self.live: list[int] = []  # bytes, before the attempt and after it
 
@@ -285,7 +287,7 @@ class FailsOnce:
             if name != phase or next(self.attempts) != number:
                 return attempt(grant, name, work, *arguments)
             self.live.append(card.memory.live)
-            card.run_out_of_memory(after)
+            card.run_out_of_memory(tensor_count)
             result = attempt(grant, name, work, *arguments)
             self.live.append(card.memory.live)
             return result
@@ -294,7 +296,7 @@ class FailsOnce:
 
 
 @pytest.mark.parametrize(
-    ("phase", "number", "after"),
+    ("phase", "number", "tensor_count"),
     [
         ("sample", 0, 3),  # making the cache
         ("sample", 0, 100),  # in the prefill
@@ -304,18 +306,21 @@ class FailsOnce:
         ("update", 3, 400),  # learning
     ],
 )
-def test_rl_goes_on_when_memory_runs_out(played, questions, tmp_path, monkeypatch, capsys, phase, number, after):
+def test_rl_goes_on_when_memory_runs_out(played, questions, tmp_path, monkeypatch, capsys, phase, number, tensor_count):
     card = SimulatedCuda()
-    fails = FailsOnce(monkeypatch, card, phase, number, after)
+    fails = FailsOnce(monkeypatch, card, phase, number, tensor_count)
     train(questions, tmp_path / "run", "--algorithm grpo --max-steps 1", card)
     error = capsys.readouterr().err
     assert error.count("out of memory; the step is repeated with micro_batch_tokens 8192 -> 4096") == 1
     assert "without CUDA graphs" not in error
-    before, later = fails.live
+    live_before, live_after = fails.live
     gradients = sum(tensor.numel() * 4 for tensor in tensors(tmp_path / "run").values())
-    assert later - before <= (gradients * 2 if phase == "update" else 0)  # nothing of the attempt that failed is left
-    said = [[e["steps"] for e in logged(run, "episodes.jsonl")][:4] for run in (tmp_path / "run", played / "grpo")]
-    assert said[0] == said[1]
+    # Nothing of the attempt that failed is left.
+    assert live_after - live_before <= (gradients * 2 if phase == "update" else 0)
+    steps_of_runs = [
+        [e["steps"] for e in logged(run, "episodes.jsonl")][:4] for run in (tmp_path / "run", played / "grpo")
+    ]
+    assert steps_of_runs[0] == steps_of_runs[1]
 
 
 def test_sft_goes_on_when_memory_runs_out_and_drops_the_same_again(rows, trained, tmp_path, monkeypatch, capsys):

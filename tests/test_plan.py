@@ -38,19 +38,21 @@ def planned(tmp_path, *arguments) -> dict:
 
 
 def test_the_table_and_the_file_say_the_same(tmp_path, capsys):
-    found = planned(tmp_path, "--model", QWEN, "--max-length", "1024", "--device", "cpu", "--dtype", "bf16")
-    assert found.keys() == {"budget_mib", "peak_mib", "fits", "phases", "chosen", "seconds"}
-    assert found["budget_mib"] == 4096 and found["fits"] and 1000 < found["peak_mib"] < 4096
-    assert list(found["phases"]) == ["load", "update", "save"]
-    assert found["phases"]["update"]["weights"] == pytest.approx(942, abs=1)
-    assert max(sum(parts.values()) for parts in found["phases"].values()) == pytest.approx(found["peak_mib"], abs=1)
-    assert found["chosen"].keys() == vars(Memory()).keys()
-    told = capsys.readouterr().out
-    assert f"peak {found['peak_mib']:,.0f} MiB (update) of a budget of 4,096 MiB" in told
-    assert f"recompute_layers {found['chosen']['recompute_layers']}" in told
-    table = {line.split("  ")[0]: line for line in told.splitlines()}
+    memory_plan = planned(tmp_path, "--model", QWEN, "--max-length", "1024", "--device", "cpu", "--dtype", "bf16")
+    assert memory_plan.keys() == {"budget_mib", "peak_mib", "fits", "phases", "chosen", "seconds"}
+    assert memory_plan["budget_mib"] == 4096 and memory_plan["fits"] and 1000 < memory_plan["peak_mib"] < 4096
+    assert list(memory_plan["phases"]) == ["load", "update", "save"]
+    assert memory_plan["phases"]["update"]["weights"] == pytest.approx(942, abs=1)
+    assert max(sum(parts.values()) for parts in memory_plan["phases"].values()) == pytest.approx(
+        memory_plan["peak_mib"], abs=1
+    )
+    assert memory_plan["chosen"].keys() == vars(Memory()).keys()
+    stdout = capsys.readouterr().out
+    assert f"peak {memory_plan['peak_mib']:,.0f} MiB (update) of a budget of 4,096 MiB" in stdout
+    assert f"recompute_layers {memory_plan['chosen']['recompute_layers']}" in stdout
+    table = {line.split("  ")[0]: line for line in stdout.splitlines()}
     assert table["MiB"].split()[1:] == ["load", "update", "save"]
-    for part, size in found["phases"]["update"].items():
+    for part, size in memory_plan["phases"]["update"].items():
         assert f"{size:,.0f}" in table[part] or f"{size + 0.05:,.0f}" in table[part]
 
 
@@ -58,12 +60,12 @@ def test_the_table_and_the_file_say_the_same(tmp_path, capsys):
 @pytest.mark.parametrize("form", ["{flag} {value}", "{flag}={value}"])
 def test_reinforcement_learning_takes_the_flags_of_ppo(tmp_path, algorithm, form):
     """The algorithm decides which flags there are, however it is written."""
-    given = form.format(flag="--algorithm", value=algorithm).split()
-    more = ["--num-generations", "4", "--max-new-tokens", "64", "--device", "cuda", "--kl-beta", "0.1"]
-    found = planned(tmp_path, *given, *more, "--vram-budget", "3GiB")
-    assert list(found["phases"]) == ["load", "sample", "score", "update", "save"]
-    assert "KV cache" in found["phases"]["sample"] and found["phases"]["load"]["context"] > 0
-    assert found["budget_mib"] == 3072
+    algorithm_flags = form.format(flag="--algorithm", value=algorithm).split()
+    other_flags = ["--num-generations", "4", "--max-new-tokens", "64", "--device", "cuda", "--kl-beta", "0.1"]
+    memory_plan = planned(tmp_path, *algorithm_flags, *other_flags, "--vram-budget", "3GiB")
+    assert list(memory_plan["phases"]) == ["load", "sample", "score", "update", "save"]
+    assert "KV cache" in memory_plan["phases"]["sample"] and memory_plan["phases"]["load"]["context"] > 0
+    assert memory_plan["budget_mib"] == 3072
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -71,10 +73,11 @@ def test_every_algorithm_is_planned_and_dry_run(tmp_path, capsys, algorithm):
     """The reference takes a pass without gradients, and so do the trainer's own log-probabilities."""
     flags = ["--algorithm", algorithm, "--device", "cpu", "--dtype", "bf16", *NEEDED.get(algorithm, [])]
     run = [*flags, *(["--traces", "x.jsonl"] if ALGORITHMS[algorithm].has_traces else [])]
-    found, more = planned(tmp_path, *flags), {"dr-grpo": [], "dapo": [], "dgpo": ["teach"]}
-    assert list(found["phases"]) == ["load", "sample", *more.get(algorithm, ["score"]), "update", "save"]
+    memory_plan = planned(tmp_path, *flags)
+    scoring = {"dr-grpo": [], "dapo": [], "dgpo": ["teach"]}
+    assert list(memory_plan["phases"]) == ["load", "sample", *scoring.get(algorithm, ["score"]), "update", "save"]
     with_kl = planned(tmp_path, *flags, "--kl-beta", "0.1")
-    assert "score" in with_kl["phases"] and found["fits"]
+    assert "score" in with_kl["phases"] and memory_plan["fits"]
     assert ppo.main([*run, "--dry-run"]) == 0
     assert re.search(rf"^  algorithm +{re.escape(algorithm)}$", capsys.readouterr().out, re.M)
     assert plan.main([*flags, "--kl-beta", "0", "--kl-target", "0.1"]) == 2  # as the run would
@@ -83,24 +86,25 @@ def test_every_algorithm_is_planned_and_dry_run(tmp_path, capsys, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["sft", "grpo"])
 def test_a_card_that_is_elsewhere_is_planned_for_by_its_name(tmp_path, capsys, algorithm):
-    given = ["--algorithm", algorithm, "--card", "nvidia geforce rtx 3050 laptop gpu", "--max-steps", "7"]
-    found = planned(tmp_path, *given)
-    assert found["budget_mib"] == 4096 - 256 and found["phases"]["update"]["context"] > 0
-    told, seconds = capsys.readouterr().out, found["seconds"]
+    flags = ["--algorithm", algorithm, "--card", "nvidia geforce rtx 3050 laptop gpu", "--max-steps", "7"]
+    memory_plan = planned(tmp_path, *flags)
+    assert memory_plan["budget_mib"] == 4096 - 256 and memory_plan["phases"]["update"]["context"] > 0
+    stdout = capsys.readouterr().out
+    seconds = memory_plan["seconds"]
     assert seconds["device"] == "RTX 3050 Laptop" and seconds["speeds_from"].startswith("https://")
     assert seconds["run"] == pytest.approx(7 * seconds["step"], rel=1e-3)
     assert sum(seconds["phases"].values()) == pytest.approx(seconds["step"], rel=1e-3)
     speeds = "from half the peak speed of the RTX 3050 Laptop"
     units = "steps" if algorithm == "sft" else "rounds"
     line = rf"^time: at most about .* for the run of 7 {units}\. Usually .*less: .* the most they may have, {speeds}$"
-    assert re.search(line, told, re.M)
-    assert planned(tmp_path, *given, "--vram-budget", "3GiB")["budget_mib"] == 3072
-    other = planned(tmp_path, *given[:2], "--card", "T4")  # Turing multiplies no bf16
-    assert other["seconds"]["device"] == "T4" and other["seconds"]["step"] < seconds["step"]
+    assert re.search(line, stdout, re.M)
+    assert planned(tmp_path, *flags, "--vram-budget", "3GiB")["budget_mib"] == 3072
+    t4_plan = planned(tmp_path, *flags[:2], "--card", "T4")  # Turing multiplies no bf16
+    assert t4_plan["seconds"]["device"] == "T4" and t4_plan["seconds"]["step"] < seconds["step"]
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "heading"),
     [
         (["--model", QWEN], f"SFT of a LoRA adapter for {QWEN}"),
         (["--model", QWEN, "--no-lora"], f"SFT of all weights for {QWEN}"),
@@ -108,15 +112,15 @@ def test_a_card_that_is_elsewhere_is_planned_for_by_its_name(tmp_path, capsys, a
         (["--algorithm", "ppo", "--adapter", "runs/sft"], "Reinforcement learning with ppo from runs/sft for "),
     ],
 )
-def test_a_plan_names_its_stage_its_algorithm_and_its_model(capsys, flags, told):
+def test_a_plan_names_its_stage_its_algorithm_and_its_model(capsys, flags, heading):
     assert plan.main([*flags, "--card", "T4", "--vram-budget", "9GiB"]) == 0
-    assert capsys.readouterr().out.startswith(told)
+    assert capsys.readouterr().out.startswith(heading)
 
 
 def test_a_card_that_is_not_known_is_an_error_that_names_those_that_are(capsys):
     assert plan.main(["--card", "RTX 3050 Laptp"]) == 2
-    told = capsys.readouterr().err
-    assert shows(told, "unknown-card", "RTX 3050 Laptp (did you mean RTX 3050 Laptop?)", "MX450, ")
+    stderr = capsys.readouterr().err
+    assert shows(stderr, "unknown-card", "RTX 3050 Laptp (did you mean RTX 3050 Laptop?)", "MX450, ")
     assert plan.main(["--card", "RTX 3090"]) == 2  # none of the table has this number: none is meant
     assert shows(capsys.readouterr().err, "unknown-card", "RTX 3090", "MX450, ")
     assert plan.main(["--card", "T4", "--device", "cpu"]) == 2
@@ -129,12 +133,12 @@ def test_times_are_told_only_of_a_device_whose_speeds_are_known(tmp_path, capsys
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     here = ["--device", "cpu", "--dtype", "fp32"]
     assert planned(tmp_path, *here)["seconds"]["speeds_from"] == "measured"
-    told = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     line = (
         r"^time: at most about .* for a step; .* for [\d,]+ steps, a pass over 1,000 rows; --data or --max-steps sets "
     )
     line += r".* Usually less: this is for rows of [\d,]+ tokens, the most they may have, from this device's speed "
-    assert re.search(line, told, re.M)
+    assert re.search(line, stdout, re.M)
     monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, dtype, product: None)
     assert planned(tmp_path, *here)["seconds"] is None
     assert capsys.readouterr().out.splitlines()[-2] == f"time: {UNKNOWN}"
@@ -194,12 +198,12 @@ def test_a_round_of_more_than_a_day_is_told_of_before_it_begins(capsys, monkeypa
         )
         monkeypatch.setattr("r3lite.memory.plan.speeds_of", lambda device, dtype, product, speeds=speeds: speeds)
         announce(rl_setup.plan_memory(settings))
-        told = capsys.readouterr().err
-        assert bool(re.search("^warning: a round is predicted to take about [0-9.]+ days", told, re.M)) == warned
-        assert "MiB (the process takes more), fp32, " in told
+        stderr = capsys.readouterr().err
+        assert bool(re.search("^warning: a round is predicted to take about [0-9.]+ days", stderr, re.M)) == warned
+        assert "MiB (the process takes more), fp32, " in stderr
         # A bound of less than half an hour is not told: the first round is over before it is of use.
-        assert ("\ntime: at most about " in told) == warned
-        assert ("--num-generations" in told) == warned
+        assert ("\ntime: at most about " in stderr) == warned
+        assert ("--num-generations" in stderr) == warned
         # Nor is one for answers, which show soon how long they take; those of a server do not come all at once.
         config = EvaluateConfig(model=ModelSettings(model="tiny", device="cpu", dtype="fp32"))
         announce(answering.plan_memory(config, 100_000))
@@ -230,43 +234,43 @@ def test_flags_of_the_other_algorithm_are_refused(capsys):
 def test_the_algorithm_may_be_in_the_file(tmp_path, text, argv, learns):
     """The config.toml of an RL run was planned as SFT of the default model, without a word."""
     (tmp_path / "my.toml").write_text(text)
-    found = planned(tmp_path, *argv, "--config", str(tmp_path / "my.toml"), "--device", "cpu", "--dtype", "bf16")
-    assert ("sample" in found["phases"]) == learns
+    memory_plan = planned(tmp_path, *argv, "--config", str(tmp_path / "my.toml"), "--device", "cpu", "--dtype", "bf16")
+    assert ("sample" in memory_plan["phases"]) == learns
 
 
 @pytest.mark.parametrize("text", ["algorithm = ", "ppo = 3", "algorithm = 3", "[ppo]\nlearning_rat = 1"])
 def test_a_malformed_file_is_a_usage_error(tmp_path, capsys, text):
     (tmp_path / "my.toml").write_text(text)
     assert plan.main(["--config", str(tmp_path / "my.toml")]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("r3lite.plan: ") and "my.toml" in told and told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("r3lite.plan: ") and "my.toml" in stderr and stderr.count("\n") == 1
     assert plan.main(["--config"]) == 2
 
 
 def test_a_folder_and_the_shipped_model_are_planned_from_their_config(tmp_path, small_model, write_folder):
-    tiny = planned(tmp_path, "--model", "tiny", "--dtype", "fp32", "--device", "cpu")
+    tiny_plan = planned(tmp_path, "--model", "tiny", "--dtype", "fp32", "--device", "cpu")
     folder = write_folder(small_model(vocab_size=1024, hidden_size=512), tmp_path / "model")
     (folder / "model.safetensors").unlink()  # sizes are enough
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((shipped("checkpoints", "tiny") / name).read_bytes())
-    other = planned(tmp_path, "--model", str(folder), "--dtype", "fp32", "--device", "cpu")
-    weights = [found["phases"]["update"]["weights"] for found in (tiny, other)]
+    folder_plan = planned(tmp_path, "--model", str(folder), "--dtype", "fp32", "--device", "cpu")
+    weights = [memory_plan["phases"]["update"]["weights"] for memory_plan in (tiny_plan, folder_plan)]
     assert weights[0] == pytest.approx(4 * 2.6e6 / 2**20, rel=0.02) and weights[0] != weights[1]
 
 
 def test_a_model_that_is_not_known_offline_is_an_error_with_a_remedy(capsys):
     assert plan.main(["--model", "someone/some-model"]) == 1
-    told = capsys.readouterr().err
-    assert "r3lite.plan stopped: " in told and "someone/some-model" in told and "Traceback" not in told
+    stderr = capsys.readouterr().err
+    assert "r3lite.plan stopped: " in stderr and "someone/some-model" in stderr and "Traceback" not in stderr
 
 
 def test_what_does_not_fit_is_refused_with_remedies(tmp_path, capsys):
     tight = ["--model", QWEN, "--quantize", "none", "--vram-budget", "900MiB", "--device", "cpu", "--dtype", "bf16"]
     assert plan.main([*tight, "--output", str(tmp_path)]) == 1
-    told = capsys.readouterr().err
-    assert re.search(r"stopped: this run needs at least 1,\d\d\d MiB, but the budget is 900 MiB", told)
-    assert "--quantize nf4; or " in told
-    needed = re.search(r"--vram-budget (\d+MiB)", told)[1]
+    stderr = capsys.readouterr().err
+    assert re.search(r"stopped: this run needs at least 1,\d\d\d MiB, but the budget is 900 MiB", stderr)
+    assert "--quantize nf4; or " in stderr
+    needed = re.search(r"--vram-budget (\d+MiB)", stderr)[1]
     assert not (tmp_path / "plan.json").exists()
     assert plan.main([*tight, "--vram-budget", needed]) == 0
     assert plan.main([*tight, "--quantize", "nf4"]) == 0
@@ -275,24 +279,24 @@ def test_what_does_not_fit_is_refused_with_remedies(tmp_path, capsys):
 @pytest.mark.parametrize("budget", ["lots", "4", "-1GiB"])
 def test_a_bad_budget_is_a_clear_error(budget, capsys):
     assert plan.main([f"--vram-budget={budget}"]) == 2
-    told = capsys.readouterr().err
-    assert shows(told, "bad-memory-size", "--vram-budget", budget) and "4GiB" in told
+    stderr = capsys.readouterr().err
+    assert shows(stderr, "bad-memory-size", "--vram-budget", budget) and "4GiB" in stderr
 
 
 def test_dry_runs_print_the_plan(capsys):
     small = ["--model", QWEN, "--device", "cpu", "--dtype", "bf16", "--dry-run"]
     questions = str(shipped("data", "world") / "train.jsonl")
-    for main, phases, more in (
+    for main, phases, data in (
         (sft.main, ["load", "update", "save"], ["--data", "some/name,subset,train"]),
         (ppo.main, ["load", "sample", "score", "update", "save"], ["--data", questions]),
         (evaluate.main, ["load", "sample"], ["--data", questions]),
         (evaluate.main, ["load", "sample"], ["--limit", "2"]),
     ):
-        assert main([*small, *more]) == 0
-        told = capsys.readouterr().out
-        assert re.search(r"^MiB +" + " +".join(phases) + "$", told, re.MULTILINE)
-        assert re.search(r"^peak [\d,]+ MiB .* of a budget of 4,096 MiB$", told, re.MULTILINE)
-        assert "vram_budget" in told  # the settings, too
+        assert main([*small, *data]) == 0
+        stdout = capsys.readouterr().out
+        assert re.search(r"^MiB +" + " +".join(phases) + "$", stdout, re.MULTILINE)
+        assert re.search(r"^peak [\d,]+ MiB .* of a budget of 4,096 MiB$", stdout, re.MULTILINE)
+        assert "vram_budget" in stdout  # the settings, too
     assert sft.main([*small, "--data", "some/name,subset,train", "--vram-budget", "100MiB"]) == 1
     assert "It would fit with" in capsys.readouterr().err
 
@@ -327,6 +331,6 @@ def test_a_teacher_of_3b_in_nf4_fits_beside_a_policy_of_half_a_billion(tmp_path)
 def test_what_a_cache_of_log_probabilities_takes_is_told_beforehand(capsys):
     flags = ["--teacher-logprobs", "folder", "--data", "rows.jsonl", "--model", "Qwen/Qwen2.5-3B-Instruct"]
     assert collect.main([*flags, "--device", "cuda", "--max-length", "2048", "--teacher-top", "64", "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert re.search(r"^chosen: nf4 True", told, re.M) and re.search(r"^MiB +load +score$", told, re.M)
-    assert "on disk: at most 1,000 MiB for 1,000 trajectories" in told  # 1,000 x 2,048 x 64 x 8 bytes
+    stdout = capsys.readouterr().out
+    assert re.search(r"^chosen: nf4 True", stdout, re.M) and re.search(r"^MiB +load +score$", stdout, re.M)
+    assert "on disk: at most 1,000 MiB for 1,000 trajectories" in stdout  # 1,000 x 2,048 x 64 x 8 bytes

@@ -48,9 +48,9 @@ def test_lora_plus_by_hand():
     """AdamW's first step is the learning rate, whatever the gradient's size: 0.01 for A, 16 times as much for B."""
     named = {f"x.lora_{m}.weight": torch.nn.Parameter(torch.ones(2)) for m in "AB"}
     for ratio, groups in ((1.0, 1), (16.0, 2)):
-        made = policy._adapter_groups(named, OptimizerSettings(learning_rate=0.01, lora_plus_ratio=ratio))
-        assert len(made) == groups and optim.parameters(optim.adamw(made, 0.0)).keys() == named.keys()
-    optimizer = optim.adamw(made, 0.0)
+        param_groups = policy._adapter_groups(named, OptimizerSettings(learning_rate=0.01, lora_plus_ratio=ratio))
+        assert len(param_groups) == groups and optim.parameters(optim.adamw(param_groups, 0.0)).keys() == named.keys()
+    optimizer = optim.adamw(param_groups, 0.0)
     optim.set_rate(optimizer, 0.5)
     assert optim.current_rate(optimizer) == 0.005  # what is logged is A's
     sum((p * torch.tensor([3.0, -1e-3])).sum() for p in named.values()).backward()
@@ -62,13 +62,13 @@ def test_lora_plus_by_hand():
 def test_sft_gives_b_its_own_rate(tmp_path, commands):
     """B begins at 0, and its first step is as many times as long."""
     main, arguments = commands["sft"]
-    found = []
+    adapters = []
     for ratio in ("1", "4"):
         out = tmp_path / f"ratio-{ratio}"
         assert main([*arguments, "--output", str(out), "--lora-plus-ratio", ratio, "--dtype", "fp32"]) == 0
-        found.append(load_file(out / "adapter" / "adapter_model.safetensors"))
-    for name, one in found[0].items():
-        assert torch.allclose(found[1][name], one * (4 if "lora_B" in name else 1), rtol=1e-4, atol=1e-9)
+        adapters.append(load_file(out / "adapter" / "adapter_model.safetensors"))
+    for name, one in adapters[0].items():
+        assert torch.allclose(adapters[1][name], one * (4 if "lora_B" in name else 1), rtol=1e-4, atol=1e-9)
         assert one.abs().sum() > 0
 
 
@@ -87,9 +87,9 @@ def add_one(name):
     return lambda tensors: tensors[name].add_(1)
 
 
-def refused(capsys, command, *more) -> str:
+def refused(capsys, command, *extra_flags) -> str:
     main, arguments = command
-    assert main([*arguments, *more]) == 1
+    assert main([*arguments, *extra_flags]) == 1
     error = capsys.readouterr().err
     assert "Traceback" not in error and "stopped: " in error
     return error.partition("stopped: ")[2]
@@ -135,8 +135,8 @@ def test_the_adapter_of_a_run_has_the_fingerprint_of_its_base_and_goes_on(base, 
     assert lora.read_base(tmp_path / "out") == (str(base), weights.fingerprint(base))
     # Of the preset's rank, which is not the default: it was not asked for, and neither is refused.
     assert main([*arguments, "--adapter", str(tmp_path / "out"), "--output", str(tmp_path / "more")]) == 0
-    other = write_adapter(base, tmp_path / "other", r=4)
-    assert main([*arguments, "--adapter", other, "--output", str(tmp_path / "third")]) == 0
+    other_adapter = write_adapter(base, tmp_path / "other", r=4)
+    assert main([*arguments, "--adapter", other_adapter, "--output", str(tmp_path / "third")]) == 0
     assert lora.read_adapter_config(tmp_path / "third").r == 4
 
 
@@ -153,7 +153,7 @@ def test_an_adapter_without_a_fingerprint_is_taken(base, commands, tmp_path):
 
 @pytest.mark.parametrize("name", ["sft", "ppo"])
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("flags", "words"),
     [
         (["--lora-r", "8"], "--lora-r is 8, but the adapter {} has 4"),
         (["--lora-alpha", "16"], "--lora-alpha is 16.0, but the adapter {} has 8.0"),
@@ -162,14 +162,14 @@ def test_an_adapter_without_a_fingerprint_is_taken(base, commands, tmp_path):
         (["--rslora"], "--rslora is True, but the adapter {} has False"),
     ],
 )
-def test_another_shape_beside_an_adapter_is_refused(base, commands, tmp_path, capsys, name, asked, words):
+def test_another_shape_beside_an_adapter_is_refused(base, commands, tmp_path, capsys, name, flags, words):
     """It was ignored in silence."""
     adapter = write_adapter(base, tmp_path / "adapter")
-    if (name, asked[0]) == ("ppo", "--lora-dropout"):  # which has no use for it at all
+    if (name, flags[0]) == ("ppo", "--lora-dropout"):  # which has no use for it at all
         main, arguments = commands[name]
-        assert main([*arguments, "--adapter", adapter, *asked]) == 2
+        assert main([*arguments, "--adapter", adapter, *flags]) == 2
         return
-    error = refused(capsys, commands[name], "--adapter", adapter, *asked)
+    error = refused(capsys, commands[name], "--adapter", adapter, *flags)
     assert words.format(adapter) in error
     assert shows(error, "adapter-setting-differs")
 
@@ -177,8 +177,8 @@ def test_another_shape_beside_an_adapter_is_refused(base, commands, tmp_path, ca
 def test_the_same_shape_beside_an_adapter_is_taken(base, commands, tmp_path):
     adapter = write_adapter(base, tmp_path / "adapter", targets=["q_proj", "v_proj"])
     main, arguments = commands["sft"]
-    same = ["--lora-r", "4", "--lora-alpha", "8", "--lora-targets", "v_proj,q_proj"]
-    assert main([*arguments, "--adapter", adapter, *same]) == 0
+    lora_flags = ["--lora-r", "4", "--lora-alpha", "8", "--lora-targets", "v_proj,q_proj"]
+    assert main([*arguments, "--adapter", adapter, *lora_flags]) == 0
 
 
 def test_the_same_partial_targets_are_taken_where_one_layer_is_several_projections(
@@ -194,24 +194,24 @@ def test_the_same_partial_targets_are_taken_where_one_layer_is_several_projectio
     assert lora.read_adapter_config(first).targets == ("q_proj", "in_proj", "w2")
     onward = ["--adapter", str(first), "--output"]
     assert main([*arguments, *onward, str(tmp_path / "onward"), *targets]) == 0
-    more = ["--lora-targets", "q_proj,v_proj,down_proj"]
-    error = refused(capsys, commands["sft"], *onward, str(tmp_path / "other"), *more)
+    other_targets = ["--lora-targets", "q_proj,v_proj,down_proj"]
+    error = refused(capsys, commands["sft"], *onward, str(tmp_path / "other"), *other_targets)
     assert shows(error, "adapter-setting-differs", "('q_proj', 'in_proj', 'w2')")
 
 
 def loads(base, cache):
     """The folders of NF4 weights that the cache holds after a start."""
-    made = policy.load_frozen(base, Precision(torch.float32, torch.device("cpu")), True, str(cache))
-    assert made.config.rope_theta == json.loads((base / "config.json").read_text())["rope_theta"]
+    model = policy.load_frozen(base, Precision(torch.float32, torch.device("cpu")), True, str(cache))
+    assert model.config.rope_theta == json.loads((base / "config.json").read_text())["rope_theta"]
     return sorted(path.name for path in cache.iterdir())
 
 
 def change_in_place(folder):
     """Changes a weight file but neither its size nor its time."""
-    before = (folder / "model.safetensors").stat()
+    stat_before = (folder / "model.safetensors").stat()
     change_weights(folder, add_one("model.layers.3.self_attn.q_proj.weight"))
-    assert (folder / "model.safetensors").stat().st_size == before.st_size
-    os.utime(folder / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (folder / "model.safetensors").stat().st_size == stat_before.st_size
+    os.utime(folder / "model.safetensors", ns=(stat_before.st_atime_ns, stat_before.st_mtime_ns))
 
 
 @pytest.mark.parametrize(
@@ -228,26 +228,26 @@ def change_in_place(folder):
 )
 def test_kept_nf4_weights_are_not_used_after_their_source_changed(base, tmp_path, change):
     """They were after config.json or the tokenizer had changed."""
-    kept = loads(base, tmp_path / "cache")
-    assert len(kept) == 1 and is_nf4(tmp_path / "cache" / kept[0])
-    assert loads(base, tmp_path / "cache") == kept
+    folders = loads(base, tmp_path / "cache")
+    assert len(folders) == 1 and is_nf4(tmp_path / "cache" / folders[0])
+    assert loads(base, tmp_path / "cache") == folders
     change(base)
     assert len(loads(base, tmp_path / "cache")) == 2
 
 
 def test_what_a_kill_left_of_nf4_weights_goes_and_another_process_may_be_writing_them(base, tmp_path, capsys):
     """Each kill while they were written left a hidden folder as large as they are, for good."""
-    (kept,) = loads(base, tmp_path / "cache")
-    shutil.rmtree(tmp_path / "cache" / kept)
-    (tmp_path / "cache" / f".{kept}.17.part").mkdir()
-    assert loads(base, tmp_path / "cache") == [kept]
-    shutil.rmtree(tmp_path / "cache" / kept)
-    with sole_writer(tmp_path / "cache" / kept, folder=False):  # a lock is of a descriptor, also within one process
-        assert loads(base, tmp_path / "cache") == [f".{kept}.lock"]
-    assert "cannot cache the quantized weights in " in (told := capsys.readouterr().err) and "another process" in told
+    (name,) = loads(base, tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache" / name)
+    (tmp_path / "cache" / f".{name}.17.part").mkdir()
+    assert loads(base, tmp_path / "cache") == [name]
+    shutil.rmtree(tmp_path / "cache" / name)
+    with sole_writer(tmp_path / "cache" / name, folder=False):  # a lock is of a descriptor, also within one process
+        assert loads(base, tmp_path / "cache") == [f".{name}.lock"]
+    assert "cannot cache the quantized weights in " in (error := capsys.readouterr().err) and "another process" in error
 
 
 def test_an_adapter_fits_its_base_whether_in_nf4_or_not(base, tmp_path):
     loads(base, tmp_path / "cache")
-    (kept,) = (tmp_path / "cache").iterdir()
-    assert weights.fingerprint(kept) == weights.fingerprint(base)
+    (nf4_folder,) = (tmp_path / "cache").iterdir()
+    assert weights.fingerprint(nf4_folder) == weights.fingerprint(base)

@@ -9,8 +9,9 @@ import torch
 
 from r3lite import ppo
 from r3lite.training import checkpoint
-from tests.cold_start import adapter, arguments, kill_after, logged, same
+from tests.cold_start import adapter, arguments, assert_same_runs, kill_after, logged
 from tests.errors import shows
+from tests.fake_gemini import text_reply
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +49,13 @@ def test_metrics_have_the_names_that_users_know(finished):
 
 
 def test_what_is_trained_moves_and_what_is_frozen_does_not(finished, cold):
-    before, after = adapter(cold / "sft"), adapter(finished)
-    assert before.keys() == after.keys() and any(not torch.equal(before[k], after[k]) for k in before)
+    sft_adapter = adapter(cold / "sft")
+    rl_adapter = adapter(finished)
+    assert sft_adapter.keys() == rl_adapter.keys() and any(
+        not torch.equal(sft_adapter[k], rl_adapter[k]) for k in sft_adapter
+    )
     state = safetensors.torch.load_file(finished / "checkpoint-4" / "weights.safetensors")
-    assert state.keys() == after.keys() | {"value_head.weight", "value_head.bias"}
+    assert state.keys() == rl_adapter.keys() | {"value_head.weight", "value_head.bias"}
     assert state["value_head.weight"].abs().sum() > 0
 
 
@@ -60,17 +64,19 @@ def test_stopped_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
     assert ppo.main([*run, "--stop-after", "2"]) == 0
     assert not (tmp_path / "run" / "summary.json").exists()
     assert ppo.main([*run, "--resume", "auto"]) == 0
-    same(finished, tmp_path / "run")
+    assert_same_runs(finished, tmp_path / "run")
 
 
 def test_b_has_its_own_learning_rate(cold, tmp_path):
     """One optimizer step from one adapter: A moves as without LoRA+, B eight times as far."""
     moves = []
     for ratio in ("1", "8"):
-        output, more = tmp_path / ratio, ["--max-steps", "1", "--lora-plus-ratio", ratio, "--dtype", "fp32"]
-        assert ppo.main(arguments(cold, output, *more, "--algorithm", "grpo", "--warmup", "0")) == 0
-        before, after = adapter(cold / "sft"), adapter(output)
-        moves.append({name: after[name] - before[name] for name in before})
+        output = tmp_path / ratio
+        flags = ["--max-steps", "1", "--lora-plus-ratio", ratio, "--dtype", "fp32"]
+        assert ppo.main(arguments(cold, output, *flags, "--algorithm", "grpo", "--warmup", "0")) == 0
+        sft_adapter = adapter(cold / "sft")
+        rl_adapter = adapter(output)
+        moves.append({name: rl_adapter[name] - sft_adapter[name] for name in sft_adapter})
     for name, one in moves[0].items():
         factor = 8 if "lora_B" in name else 1
         assert one.abs().max() > 0 and (moves[1][name] - factor * one).abs().max() < 1e-5
@@ -80,7 +86,7 @@ def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(finished, c
     run = [*arguments(cold, tmp_path / "run", "--kl-beta", "0.05"), "--save-every", "2"]
     kill_after(3, run, tmp_path / "run")  # step 2 is saved, step 3 is not
     assert ppo.main([*run, "--resume", "auto"]) == 0
-    same(finished, tmp_path / "run")
+    assert_same_runs(finished, tmp_path / "run")
 
 
 def test_grpo_is_the_same_loop_without_a_critic(cold, tmp_path):
@@ -99,12 +105,14 @@ def test_streamed_layers_change_no_bit_of_grpo(cold, tmp_path):
     """Two layers take turns on the device: episodes, metrics and adapter are those of a base in NF4 that is all there,
     if its layers are recomputed, too."""
     grpo = "--algorithm grpo --kl-beta 0.05 --max-steps 2 --nf4-cache none --recompute-layers 4"
-    for name, how in (("streamed", ["--stream-layers"]), ("whole", ["--quantize", "nf4"])):
-        assert ppo.main(arguments(cold, tmp_path / name, *grpo.split(), *how)) == 0
-    same(tmp_path / "streamed", tmp_path / "whole", 2)
-    before, after, streamed = (adapter(run) for run in (cold / "sft", tmp_path / "whole", tmp_path / "streamed"))
-    assert all(torch.equal(after[name], streamed[name]) for name in before)
-    assert any(not torch.equal(after[name], before[name]) for name in before)
+    for name, flags in (("streamed", ["--stream-layers"]), ("whole", ["--quantize", "nf4"])):
+        assert ppo.main(arguments(cold, tmp_path / name, *grpo.split(), *flags)) == 0
+    assert_same_runs(tmp_path / "streamed", tmp_path / "whole", 2)
+    sft_adapter, resident_adapter, streamed_adapter = (
+        adapter(run) for run in (cold / "sft", tmp_path / "whole", tmp_path / "streamed")
+    )
+    assert all(torch.equal(resident_adapter[name], streamed_adapter[name]) for name in sft_adapter)
+    assert any(not torch.equal(resident_adapter[name], sft_adapter[name]) for name in sft_adapter)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -127,11 +135,11 @@ def test_in_fp16_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, monkey
     too_large = functools.partial(torch.amp.GradScaler, init_scale=2.0**24)
     monkeypatch.setattr(torch.amp, "GradScaler", too_large)
     half = "--dtype fp16 --max-steps 2 --kl-beta 0.05 --update-epochs 3 --num-generations 2 --max-new-tokens 16"
-    whole, parts = (arguments(cold, tmp_path / name, *half.split()) for name in ("whole", "parts"))
-    assert ppo.main(whole) == 0
-    assert ppo.main([*parts, "--stop-after", "1"]) == 0
-    assert ppo.main([*parts, "--resume", "auto"]) == 0
-    same(tmp_path / "whole", tmp_path / "parts", 2)
+    uninterrupted, resumed = (arguments(cold, tmp_path / name, *half.split()) for name in ("whole", "parts"))
+    assert ppo.main(uninterrupted) == 0
+    assert ppo.main([*resumed, "--stop-after", "1"]) == 0
+    assert ppo.main([*resumed, "--resume", "auto"]) == 0
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts", 2)
     saved, skipped = checkpoint.read(tmp_path / "parts" / "checkpoint-2"), logged(tmp_path / "parts", "metrics.jsonl")
     first, last = (record["skipped_steps"] for record in skipped)
     assert 0 < first <= last
@@ -181,18 +189,18 @@ def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch
 def test_stopped_and_resumed_with_the_hybrid_retriever_equals_uninterrupted(cold, tmp_path):
     for name, flags in (("whole", [[]]), ("parts", [["--stop-after", "1"], ["--resume", "auto"]])):
         run = arguments(cold, tmp_path / name, "--retriever", "hybrid", "--max-steps", "2")
-        assert [ppo.main([*run, *more]) for more in flags] == [0] * len(flags)
-    same(tmp_path / "whole", tmp_path / "parts", 2)
-    said = logged(tmp_path / "whole", "episodes.jsonl")
-    assert any(s.get("documents") for e in said if e["step"] == 2 for s in e["steps"])
+        assert [ppo.main([*run, *extra_flags]) for extra_flags in flags] == [0] * len(flags)
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts", 2)
+    episodes = logged(tmp_path / "whole", "episodes.jsonl")
+    assert any(s.get("documents") for e in episodes if e["step"] == 2 for s in e["steps"])
 
 
 @pytest.mark.parametrize("flags", [["--retriever", "lexical"], ["--retriever", "golden", "--noise-rate", "0.5"]])
 def test_other_retrievers_bring_documents_to_a_rollout(cold, tmp_path, flags):
-    given = arguments(cold, tmp_path / "run", *flags, "--max-steps", "2")
+    run_arguments = arguments(cold, tmp_path / "run", *flags, "--max-steps", "2")
     if "golden" in flags:  # which searches no index
-        del given[given.index("--index") : given.index("--index") + 2]
-    assert ppo.main(given) == 0
+        del run_arguments[run_arguments.index("--index") : run_arguments.index("--index") + 2]
+    assert ppo.main(run_arguments) == 0
     episodes = logged(tmp_path / "run", "episodes.jsonl")
     documents = [d for e in episodes for s in e["steps"] for d in s.get("documents", ())]
     assert documents and all(set(d) == {"id", "title", "text"} for d in documents)
@@ -202,11 +210,12 @@ def test_an_episode_whose_retriever_failed_is_left_out_and_the_run_goes_on(cold,
     """Any error of the retriever ended a run of hours."""
     from r3lite.retrieval.index import PassageIndex
 
-    search, asked = PassageIndex.search, []
+    search = PassageIndex.search
+    query_batches = []
 
     def sometimes(self, queries, k, own_places=None):
-        asked.append(queries)
-        if asked[0][0] in queries:  # the first of all queries fails, whatever it is asked with
+        query_batches.append(queries)
+        if query_batches[0][0] in queries:  # the first of all queries fails, whatever it is asked with
             raise RuntimeError("can't allocate memory")
         return search(self, queries, k, own_places)
 
@@ -220,14 +229,14 @@ def test_an_episode_whose_retriever_failed_is_left_out_and_the_run_goes_on(cold,
     assert capsys.readouterr().err.count("the retriever failed: RuntimeError: can't allocate memory") == 1
 
 
-def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_path, gemini, answers, capsys):
+def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_path, gemini, capsys):
     """With a few calls a round it ended as if all were well, having learned nothing."""
 
     def script(body):
         steps = len(json.loads(body["contents"][0]["parts"][0]["text"])["steps"])
         opinions = [{"step": k + 1, "relevance": 0.5, "coherence": 0.5, "rationality": 0.5} for k in range(steps)]
         good = len(gemini.requests) <= 3
-        return answers.said(json.dumps({"answer_is_right": True, "steps": opinions}) if good else "oops")
+        return text_reply(json.dumps({"answer_is_right": True, "steps": opinions}) if good else "oops")
 
     gemini.script, run = script, tmp_path / "run"
     judged = ["--judge", "gemini", "--judge-base-url", gemini.url, "--judge-concurrency", "1", "--outcome-judge", "1"]
@@ -235,10 +244,10 @@ def test_a_run_whose_judge_stops_answering_stops_and_can_be_resumed(cold, tmp_pa
     assert ppo.main(arguments(cold, run, *judged, "--max-steps", "30")) == 1
     records = logged(run, "metrics.jsonl")
     assert 0 < records[-1]["judge/failure_ratio"] < 1 and records[-1]["judge/missing"] > 0
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
-        "calls of the judge failed: " in told
-        and f"saved step {records[-1]['step']}; continue with: python -m r3lite.ppo --config" in told
+        "calls of the judge failed: " in stderr
+        and f"saved step {records[-1]['step']}; continue with: python -m r3lite.ppo --config" in stderr
     )
 
 

@@ -12,18 +12,18 @@ from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve
 from r3lite.memory import workloads
 from r3lite.settings import PpoConfig
-from tests.cold_start import logged, same
+from tests.cold_start import assert_same_runs, logged
 
 WORLD = shipped("data", "world")
 SIZES = "--batch-size 4 --num-generations 6 --mini-batch-size 24 --micro-batch-size 4 --max-steps 3 --save-every 1"
 
 
-def arguments(cold: Path, output: Path, *more: str) -> list[str]:
+def arguments(cold: Path, output: Path, *extra_flags: str) -> list[str]:
     """Three rounds of at most four contexts with six ends each. Each query gets the gold paragraphs."""
     data = ["--data", str(WORLD / "train.jsonl"), "--limit", "40", "--retriever", "golden"]
     data += ["--max-new-tokens", "64", "--temperature", "0.8"]
     answers = ["--learn", "answer", "--algorithm", "dr-grpo", "--adapter", str(cold / "sft"), "--output", str(output)]
-    return ["--preset", "tiny", *SIZES.split(), *data, *answers, *more]
+    return ["--preset", "tiny", *SIZES.split(), *data, *answers, *extra_flags]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_stopped_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
     run = arguments(cold, tmp_path / "run")
     assert ppo.main([*run, "--stop-after", "2"]) == 0
     assert ppo.main([*run, "--resume", "auto"]) == 0
-    same(finished, tmp_path / "run", total=3)
+    assert_same_runs(finished, tmp_path / "run", total=3)
 
 
 def config_of(*flags: str) -> PpoConfig:

@@ -14,7 +14,7 @@ from r3lite import ppo, sft
 from r3lite.rl.learner import Learner
 from r3lite.rollout.engine import Engine
 from r3lite.training import checkpoint
-from tests.cold_start import adapter, logged, same
+from tests.cold_start import adapter, assert_same_runs, logged
 
 FLAGS = "--preset tiny --dtype fp32 --retriever none --batch-size 4 --num-generations 8 --mini-batch-size 16 "
 FLAGS += "--update-epochs 1 --max-new-tokens 32 --max-length 128 --max-steps 4 --save-every 1 --warmup 0 --kl-beta 0.01"
@@ -46,11 +46,11 @@ def prompts(world: Path) -> list[str]:
     return [x for name in ("init", "step") for x in (f"--{name}-prompt", str(world / f"{name}.txt"))]
 
 
-def run(world: Path, output: Path, *more: str, validated: bool = True) -> int:
-    given = ["--data", str(world / "train.jsonl"), "--adapter", str(world / "sft"), "--output", str(output)]
+def run(world: Path, output: Path, *extra_flags: str, validated: bool = True) -> int:
+    flags = ["--data", str(world / "train.jsonl"), "--adapter", str(world / "sft"), "--output", str(output)]
     if validated:
-        given += ["--eval-data", str(world / "eval.jsonl"), "--eval-every", "2"]
-    return ppo.main([*FLAGS.split(), *prompts(world), *given, *more])
+        flags += ["--eval-data", str(world / "eval.jsonl"), "--eval-every", "2"]
+    return ppo.main([*FLAGS.split(), *prompts(world), *flags, *extra_flags])
 
 
 def rounds(output: Path) -> dict[int, dict]:
@@ -65,15 +65,18 @@ def own_numbers(record: dict) -> dict:
 
 def test_the_numbers_of_training_are_the_same_with_and_without_validation(world, tmp_path):
     assert run(world, tmp_path / "with") == run(world, tmp_path / "without", validated=False) == 0
-    one, other = rounds(tmp_path / "with"), rounds(tmp_path / "without")
-    assert list(one) == [0, 1, 2, 3, 4] and list(other) == [1, 2, 3, 4]
-    assert all(own_numbers(one[step]) == own_numbers(other[step]) for step in other)
+    validated = rounds(tmp_path / "with")
+    unvalidated = rounds(tmp_path / "without")
+    assert list(validated) == [0, 1, 2, 3, 4] and list(unvalidated) == [1, 2, 3, 4]
+    assert all(own_numbers(validated[step]) == own_numbers(unvalidated[step]) for step in unvalidated)
     keys = {"eval/em", "eval/f1", "eval/format_adherence", "eval/searches", "eval/unfinished_ratio"}
-    assert all(keys <= one[step].keys() for step in (0, 2, 4)) and not keys & (one[1].keys() | one[3].keys())
-    assert one[0]["eval/f1"] == pytest.approx(8 / 12)
-    held = [checkpoint.read(tmp_path / name / "checkpoint-4").tensors for name in ("with", "without")]
+    assert all(keys <= validated[step].keys() for step in (0, 2, 4)) and not keys & (
+        validated[1].keys() | validated[3].keys()
+    )
+    assert validated[0]["eval/f1"] == pytest.approx(8 / 12)
+    checkpoints = [checkpoint.read(tmp_path / name / "checkpoint-4").tensors for name in ("with", "without")]
     for group in checkpoint.GROUPS:
-        assert all(torch.equal(t, held[1][group][k]) for k, t in held[0][group].items())
+        assert all(torch.equal(t, checkpoints[1][group][k]) for k, t in checkpoints[0][group].items())
 
 
 @pytest.fixture(scope="module")
@@ -94,26 +97,28 @@ def test_a_forced_collapse_is_rolled_back_and_ends_as_good_as_the_best(collapsed
     assert records[4]["eval/f1"] >= best - 0.02
     summary = json.loads((collapsed / "summary.json").read_text(encoding="utf-8"))
     assert records[summary["adapter_step"]]["eval/f1"] == best
-    kept, final = (adapter(collapsed / name) for name in (f"checkpoint-{summary['adapter_step']}", "."))
-    assert all(torch.equal(t, final[k]) for k, t in kept.items())
+    best_adapter, final_adapter = (adapter(collapsed / name) for name in (f"checkpoint-{summary['adapter_step']}", "."))
+    assert all(torch.equal(t, final_adapter[k]) for k, t in best_adapter.items())
 
 
 @pytest.mark.parametrize("stop", ["1", "2", "3"])
 def test_stopped_before_or_after_a_rollback_and_resumed_equals_uninterrupted(collapsed, world, tmp_path, stop):
     assert run(world, tmp_path / "run", *COLLAPSE.split(), "--stop-after", stop) == 0
     if stop == "2":  # the weights are those of step 0 again
-        start, now = (checkpoint.read(tmp_path / "run" / f"checkpoint-{n}").tensors["weights"] for n in (0, 2))
-        assert all(torch.equal(t, now[k]) for k, t in start.items())
+        start_weights, rolled_back_weights = (
+            checkpoint.read(tmp_path / "run" / f"checkpoint-{n}").tensors["weights"] for n in (0, 2)
+        )
+        assert all(torch.equal(t, rolled_back_weights[k]) for k, t in start_weights.items())
     assert run(world, tmp_path / "run", *COLLAPSE.split(), "--resume", "auto") == 0
-    same(collapsed, tmp_path / "run")
+    assert_same_runs(collapsed, tmp_path / "run")
 
 
 def test_a_run_that_goes_on_collapsing_stops_with_the_reason_and_leaves_the_best_adapter(world, tmp_path, capsys):
     hopeless = COLLAPSE.replace("1e-5", "1").split()
     assert run(world, tmp_path / "run", *hopeless, "--guard-rollbacks", "0") == 1
-    told = capsys.readouterr().err
-    assert "after 0 rollbacks and stops with the weights of step 0 (validation F1 0.667)" in told
-    assert "The best adapter, of step 0 (validation F1 0.667), is in" in told and "--guard off" in told
+    stderr = capsys.readouterr().err
+    assert "after 0 rollbacks and stops with the weights of step 0 (validation F1 0.667)" in stderr
+    assert "The best adapter, of step 0 (validation F1 0.667), is in" in stderr and "--guard off" in stderr
     start, final = adapter(world / "sft"), adapter(tmp_path / "run")
     assert all(torch.equal(t, final[k]) for k, t in start.items())
     assert ppo.main(["--config", str(tmp_path / "run" / "config.toml"), "--resume", "auto", "--guard", "off"]) == 0
@@ -125,11 +130,11 @@ def nan_after_two(monkeypatch):
     learned, learn = [], Learner.learn
 
     def broken(self, batch, seed):
-        found = learn(self, batch, seed)
+        metrics = learn(self, batch, seed)
         learned.append(seed)
         if len(learned) == 2:
             next(p for p in self.model.parameters() if p.requires_grad).data.fill_(float("nan"))
-        return found
+        return metrics
 
     monkeypatch.setattr(Learner, "learn", broken)
 
@@ -139,8 +144,8 @@ def test_weights_that_are_nan_are_rolled_back(world, tmp_path, nan_after_two, ca
     assert run(world, tmp_path / "run", "--eval-every", every) == 0
     records = rounds(tmp_path / "run")
     assert {s: r["guard/alarm"] for s, r in records.items() if "guard/alarm" in r} == {at: "not_finite"}
-    assert f"step {at}: question " in (told := capsys.readouterr().err) and "logits are not finite: " in told
-    assert "to step 0 (validation F1 0.667), learning rate x 0.25" in told
+    assert f"step {at}: question " in (stderr := capsys.readouterr().err) and "logits are not finite: " in stderr
+    assert "to step 0 (validation F1 0.667), learning rate x 0.25" in stderr
     assert records[4]["guard/rollbacks"] == 1 and records[4]["eval/f1"] is not None
     assert all(torch.isfinite(t).all() for t in adapter(tmp_path / "run").values())
 
@@ -164,24 +169,25 @@ def test_a_validation_that_could_not_retrieve_chooses_no_checkpoint(world, tmp_p
     assert records[2]["eval/retrieval_failures"] == 12 and "eval/f1" not in records[2]
     assert records[4]["eval/retrieval_failures"] == 3 and 0 < records[4]["eval/f1"] <= 1
     assert json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["adapter_step"] == 0
-    told = capsys.readouterr().err
-    assert "step 2: the retriever failed on 12 validation questions; it is ignored" in told
+    stderr = capsys.readouterr().err
+    assert "step 2: the retriever failed on 12 validation questions; it is ignored" in stderr
 
 
 def test_without_validation_weights_that_are_nan_end_the_run(world, tmp_path, nan_after_two, capsys):
     assert run(world, tmp_path / "run", validated=False) == 1
-    told = capsys.readouterr().err
-    assert "the model's logits are not finite: " in told and "Pass --dtype bf16 or --dtype fp32" in told
+    stderr = capsys.readouterr().err
+    assert "the model's logits are not finite: " in stderr and "Pass --dtype bf16 or --dtype fp32" in stderr
 
 
 def test_other_validation_questions_are_refused_on_resume(world, tmp_path, capsys):
     """The best F1 so far is that of the questions that it was measured on."""
-    rows, held = (world / "eval.jsonl").read_text(encoding="utf-8"), tmp_path / "eval.jsonl"
-    held.write_text(rows, encoding="utf-8")
-    given = ["--eval-data", str(held), "--stop-after", "1", "--resume", "auto"]
-    assert run(world, tmp_path / "run", *given) == 0 and "trained on" not in capsys.readouterr().err
-    held.write_text(rows.replace("there", "where"), encoding="utf-8")
-    assert run(world, tmp_path / "run", *given) == 1
+    rows = (world / "eval.jsonl").read_text(encoding="utf-8")
+    eval_file = tmp_path / "eval.jsonl"
+    eval_file.write_text(rows, encoding="utf-8")
+    flags = ["--eval-data", str(eval_file), "--stop-after", "1", "--resume", "auto"]
+    assert run(world, tmp_path / "run", *flags) == 0 and "trained on" not in capsys.readouterr().err
+    eval_file.write_text(rows.replace("there", "where"), encoding="utf-8")
+    assert run(world, tmp_path / "run", *flags) == 1
     assert "the data have changed since the run started" in capsys.readouterr().err
 
 
@@ -206,12 +212,12 @@ def test_an_adapter_of_less_than_one_pass_is_warned_of(world, tmp_path, capsys):
 def test_a_run_from_an_adapter_of_other_prompts_whose_answers_are_all_wrong_says_both(world, tmp_path, capsys):
     short = ["--max-steps", "1", "--temperature", "0.2"]
     assert run(world, tmp_path / "good", *short, validated=False) == 0
-    told = capsys.readouterr().err
-    assert "was trained on" not in told and "was rewarded" not in told
+    stderr = capsys.readouterr().err
+    assert "was trained on" not in stderr and "was rewarded" not in stderr
     rows, data = (world / "train.jsonl").read_text(encoding="utf-8"), tmp_path / "train.jsonl"
     data.write_text(rows.replace('"there"', '"x"').replace('"here"', '"y"'), encoding="utf-8")
-    other = ["--data", str(data), "--system-prompt", "Be brief."]
-    assert run(world, tmp_path / "run", *short, *other, validated=False) == 0
-    told = capsys.readouterr().err
-    assert f"warning: {world / 'sft'} was trained on --system-prompt none (here Be brief.)" in told
-    assert "warning: no answer in the first round was rewarded" in told
+    other_flags = ["--data", str(data), "--system-prompt", "Be brief."]
+    assert run(world, tmp_path / "run", *short, *other_flags, validated=False) == 0
+    stderr = capsys.readouterr().err
+    assert f"warning: {world / 'sft'} was trained on --system-prompt none (here Be brief.)" in stderr
+    assert "warning: no answer in the first round was rewarded" in stderr

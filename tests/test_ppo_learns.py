@@ -34,13 +34,13 @@ def rewards(tmp_path, monkeypatch):
     traces = [{"question": q["question"], "reasoning": "I know.", "answer": "there"} for q in questions]
     write_jsonl(tmp_path / "traces.jsonl", traces)
 
-    def run(*more: str) -> list[float]:
+    def run(*extra_flags: str) -> list[float]:
         flags = "--preset tiny --dtype fp32 --retriever none --batch-size 4 --num-generations 8 --mini-batch-size 16"
         flags += " --update-epochs 1 --max-new-tokens 9 --max-length 64 --max-steps 8 --warmup 0 --learning-rate 4e-3"
         data = ["--data", str(tmp_path / "questions.jsonl"), "--output", str(tmp_path / "run")]
-        if {"luffy", "hybrid"} & set(more):
+        if {"luffy", "hybrid"} & set(extra_flags):
             data += ["--traces", str(tmp_path / "traces.jsonl")]
-        assert ppo.main([*flags.split(), *prompts, *data, *more]) == 0
+        assert ppo.main([*flags.split(), *prompts, *data, *extra_flags]) == 0
         return [record["reward"] for record in metrics.read(tmp_path / "run" / run_files.METRICS)]
 
     return run
@@ -87,10 +87,10 @@ def test_without_learning_it_does_not(rewards):
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo"])
 def test_up_the_gradient_it_does_not(rewards, monkeypatch, algorithm):
     """The control: the policy, not the critic, takes its steps the wrong way."""
-    made = optim.adamw
+    real_adamw = optim.adamw
 
     def adamw(groups, weight_decay):
-        optimizer = made(groups, weight_decay)
+        optimizer = real_adamw(groups, weight_decay)
         optimizer.param_groups[0]["maximize"] = True
         return optimizer
 

@@ -68,9 +68,9 @@ def test_every_part_is_in_the_metrics_and_the_episodes(cold, folder):
         assert record[f"rewards/{name}/mean"] == pytest.approx(mean)
 
     # Its own config.toml goes on with it; other weights do not.
-    again = ["--config", str(folder / "run" / "config.toml"), "--output", str(folder / "run"), "--resume", "auto"]
-    assert ppo.main(again) == 0
-    assert ppo.main([*again, "--rewards", "answer_f1=1"]) == 1
+    resume = ["--config", str(folder / "run" / "config.toml"), "--output", str(folder / "run"), "--resume", "auto"]
+    assert ppo.main(resume) == 0
+    assert ppo.main([*resume, "--rewards", "answer_f1=1"]) == 1
 
 
 def test_a_missing_part_leaves_its_episodes_out(cold, folder):
@@ -85,16 +85,16 @@ def test_a_missing_part_leaves_its_episodes_out(cold, folder):
 
 def test_a_function_that_fails_ends_the_run_with_its_name(cold, folder, capsys):
     assert ppo.main(arguments(cold, folder / "run", *SHORT, "--rewards", "my_rewards:fails")) == 1
-    told = capsys.readouterr().err
-    assert "the reward my_rewards:fails failed on question " in told and "ZeroDivisionError" in told
-    assert f"{folder / 'my_rewards.py'}, line 10" in told and "Traceback" not in told
+    stderr = capsys.readouterr().err
+    assert "the reward my_rewards:fails failed on question " in stderr and "ZeroDivisionError" in stderr
+    assert f"{folder / 'my_rewards.py'}, line 10" in stderr and "Traceback" not in stderr
 
 
 def test_names_are_checked_before_anything_is_loaded(folder, capsys):
-    for value, told in {
+    for value, message in {
         "answer_f2": "did you mean answer_f1?",
         "my_rewards:brevit": "did you mean brevity?",
         "gold_recall=1 --format solution": "--rewards has gold_recall, which needs searches, but --format solution",
     }.items():
         assert ppo.main(["--dry-run", "--rewards", *value.split()]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err

@@ -32,8 +32,8 @@ def write(path, rows):
     return path
 
 
-def run(data, output, *more):
-    return prepare.main(["--data", str(data), "--output", str(output), "--dev-size", "5", "--test-size", "7", *more])
+def run(data, output, *flags):
+    return prepare.main(["--data", str(data), "--output", str(output), "--dev-size", "5", "--test-size", "7", *flags])
 
 
 def parts(folder):
@@ -42,11 +42,11 @@ def parts(folder):
 
 def test_no_question_is_in_two_parts_and_none_is_lost(questions, tmp_path):
     assert run(questions, tmp_path / "out") == 0
-    found = parts(tmp_path / "out")
-    assert {name: len(rows) for name, rows in found.items()} == {"train": 38, "dev": 5, "test": 7}
-    places = {name: [BOOKS.index(row["question"]) for row in rows] for name, rows in found.items()}
+    rows_by_part = parts(tmp_path / "out")
+    assert {name: len(rows) for name, rows in rows_by_part.items()} == {"train": 38, "dev": 5, "test": 7}
+    places = {name: [BOOKS.index(row["question"]) for row in rows] for name, rows in rows_by_part.items()}
     assert sorted(chain(*places.values())) == list(range(50))
-    assert all(own == sorted(own) for own in places.values())  # in the order of the source
+    assert all(indices == sorted(indices) for indices in places.values())  # in the order of the source
 
 
 def questions_of(folder, name):
@@ -62,9 +62,9 @@ def test_questions_for_rl_are_in_no_other_part_and_change_none(questions, tmp_pa
     assert "20 questions in train.jsonl, 5 questions in dev.jsonl, 7 questions in test.jsonl, 8 questions in rl.js" in (
         capsys.readouterr().out
     )
-    others = {row["question"] for rows in parts(tmp_path / "with").values() for row in rows}
+    other_questions = {row["question"] for rows in parts(tmp_path / "with").values() for row in rows}
     rl = questions_of(tmp_path / "with", "rl")
-    assert len(set(rl) - others) == 8 and rl == sorted(rl, key=BOOKS.index)
+    assert len(set(rl) - other_questions) == 8 and rl == sorted(rl, key=BOOKS.index)
 
 
 def test_all_questions_are_for_training_but_those_for_rl(questions, tmp_path):
@@ -75,10 +75,10 @@ def test_all_questions_are_for_training_but_those_for_rl(questions, tmp_path):
 
 def test_rows_keep_their_fields_and_ids(questions, tmp_path):
     run(questions, tmp_path / "out")
-    before = {q.text: q for q in read_questions(questions)[:50]}
+    originals = {q.text: q for q in read_questions(questions)[:50]}
     for name in ("train", "dev", "test"):
         for question in read_questions(tmp_path / "out" / f"{name}.jsonl"):
-            assert question.id == before[question.text].id and question.answers == before[question.text].answers
+            assert question.id == originals[question.text].id and question.answers == originals[question.text].answers
 
 
 def test_a_seed_draws_the_same_and_another_seed_others(questions, tmp_path):
@@ -90,13 +90,13 @@ def test_a_seed_draws_the_same_and_another_seed_others(questions, tmp_path):
 
 def test_held_out_questions_come_from_their_own_file_and_are_not_trained_on(questions, tmp_path, capsys):
     names = [f"Who wrote book {i}?" for i in range(45, 60)]
-    other = write(tmp_path / "other.jsonl", [{"question": name, "answer": "x"} for name in names])
-    assert run(questions, tmp_path / "out", "--held-out", str(other)) == 0
-    found = {name: {row["question"] for row in rows} for name, rows in parts(tmp_path / "out").items()}
-    held = found["dev"] | found["test"]
-    assert len(held) == 12 and held <= set(names)
-    assert found["train"] == set(BOOKS) - held
-    assert f"{len(held & set(BOOKS))} questions of --data are held out" in capsys.readouterr().err
+    held_out_file = write(tmp_path / "other.jsonl", [{"question": name, "answer": "x"} for name in names])
+    assert run(questions, tmp_path / "out", "--held-out", str(held_out_file)) == 0
+    questions_by_part = {name: {row["question"] for row in rows} for name, rows in parts(tmp_path / "out").items()}
+    held_out = questions_by_part["dev"] | questions_by_part["test"]
+    assert len(held_out) == 12 and held_out <= set(names)
+    assert questions_by_part["train"] == set(BOOKS) - held_out
+    assert f"{len(held_out & set(BOOKS))} questions of --data are held out" in capsys.readouterr().err
 
 
 def test_ids_that_are_made_differ_between_files_of_the_same_name(tmp_path):
@@ -150,8 +150,9 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(questions, tmp_path
 
 def test_what_was_killed_goes_on_with_its_own_settings_only(questions, tmp_path, capsys, monkeypatch):
     """Between the parts and what said that they were whole, other sizes once took the place of some of them."""
-    whole, output = tmp_path / "whole", tmp_path / "out"
-    assert run(questions, whole) == 0
+    uninterrupted = tmp_path / "whole"
+    output = tmp_path / "out"
+    assert run(questions, uninterrupted) == 0
     with monkeypatch.context() as patched:
         patched.setattr(prepare, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         assert run(questions, output) == 130
@@ -159,23 +160,23 @@ def test_what_was_killed_goes_on_with_its_own_settings_only(questions, tmp_path,
     assert run(questions, output, "--train-size", "3") == 1
     assert "train_size (was None, is 3)" in capsys.readouterr().err
     assert run(questions, output) == 0
-    assert {p.name: p.read_bytes() for p in output.iterdir()}.keys() == {p.name for p in whole.iterdir()}
-    assert parts(output) == parts(whole)
+    assert {p.name for p in output.iterdir()} == {p.name for p in uninterrupted.iterdir()}
+    assert parts(output) == parts(uninterrupted)
 
 
 def test_once_is_enough_and_other_sizes_are_refused(questions, tmp_path, capsys):
     run(questions, tmp_path / "out")
-    before = parts(tmp_path / "out")
+    rows_before = parts(tmp_path / "out")
     questions.write_text("not read again")
     assert run(questions, tmp_path / "out") == 0
     assert "is prepared already" in capsys.readouterr().out
     assert run(questions, tmp_path / "out", "--train-size", "3") == 1
     assert "train_size (was None, is 3)" in capsys.readouterr().err
-    assert parts(tmp_path / "out") == before
+    assert parts(tmp_path / "out") == rows_before
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("flags", "message"),
     [
         (["--test-size", "46"], "--dev-size and --test-size together are 51, but there are only 50 questions"),
         (["--test-size", "45"], "no question is left for train.jsonl"),
@@ -184,9 +185,9 @@ def test_once_is_enough_and_other_sizes_are_refused(questions, tmp_path, capsys)
         (["--train-size", "39"], "--train-size is 39, but there are only 38 questions"),
     ],
 )
-def test_more_than_there_is_is_refused_and_nothing_written(questions, tmp_path, capsys, more, said):
-    assert run(questions, tmp_path / "out", *more) == 1
-    assert said in capsys.readouterr().err
+def test_more_than_there_is_is_refused_and_nothing_written(questions, tmp_path, capsys, flags, message):
+    assert run(questions, tmp_path / "out", *flags) == 1
+    assert message in capsys.readouterr().err
     assert not list((tmp_path / "out").glob("*.jsonl"))
 
 
@@ -208,5 +209,5 @@ def test_questions_that_differ_in_case_and_punctuation_only_are_in_one_part(tmp_
         {"question": text, "answer": "x"} for i in range(20) for text in (f"Who wrote book {i}?", f"who wrote book {i}")
     ]
     assert run(write(tmp_path / "q.jsonl", rows), tmp_path / "out") == 0
-    asked = [normalize(row["question"]) for rows in parts(tmp_path / "out").values() for row in rows]
-    assert len(asked) == len(set(asked)) == 20
+    normalized_questions = [normalize(row["question"]) for rows in parts(tmp_path / "out").values() for row in rows]
+    assert len(normalized_questions) == len(set(normalized_questions)) == 20

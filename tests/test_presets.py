@@ -76,9 +76,11 @@ def test_presets_of_other_systems():
 @pytest.mark.parametrize("name", ["sft", "ppo", "evaluate", "collect"])
 def test_the_preset_for_real_questions_is_the_same_in_every_stage(name):
     """RL goes on from SFT's adapter, and all stages lay an episode out alike."""
-    found = flat(resolve(name, CONFIGS[name][0], ["--preset", "hotpotqa"]))
+    values = flat(resolve(name, CONFIGS[name][0], ["--preset", "hotpotqa"]))
     wanted = {"lora_r": 16, "lora_alpha": 32, "top_k": 3, "max_hops": 4, "max_length": 2048, "max_document_tokens": 160}
-    assert {key: found[key] for key in wanted if key in found} == {key: wanted[key] for key in wanted if key in found}
+    assert {key: values[key] for key in wanted if key in values} == {
+        key: wanted[key] for key in wanted if key in values
+    }
 
 
 def test_a_baseline_passes_over_the_hops_of_the_preset_for_real_questions():

@@ -85,10 +85,10 @@ def test_the_table_names_the_hasty_teacher_and_what_it_gets_right(tmp_path, caps
     quick = quickstart.QuickstartConfig(quickstart=QuickstartSettings(quick=True))
     report(stages, taught_by, tmp_path, 2.0, quick)
     assert "--quick only shows that everything runs" in capsys.readouterr().out
-    written = json.loads((tmp_path / "quickstart.json").read_text(encoding="utf-8"))
-    assert written["teacher"] == taught_by and [s["stage"] for s in written["stages"]] == ["SFT", "PPO"]
+    summary = json.loads((tmp_path / "quickstart.json").read_text(encoding="utf-8"))
+    assert summary["teacher"] == taught_by and [s["stage"] for s in summary["stages"]] == ["SFT", "PPO"]
     # One resample of four draws the second question twice, in which nothing was gained: twice that is p.
-    assert written["em_gain"] == {"value": 0.5, "low": 0.0, "high": 1.0, "p": pytest.approx(0.5, abs=0.03)}
+    assert summary["em_gain"] == {"value": 0.5, "low": 0.0, "high": 1.0, "p": pytest.approx(0.5, abs=0.03)}
 
 
 def test_the_first_lines_say_what_happens_and_for_how_long(tmp_path):

@@ -95,10 +95,10 @@ def test_a_nested_field_is_named_with_its_way():
 
 def test_a_field_that_is_missing_is_told_with_those_that_are_there():
     """A CSV file with `query` for `question` was told that `question` is missing, and no more."""
-    many = {f"k{number}": number for number in range(1, 20)}
+    many_fields = {f"k{number}": number for number in range(1, 20)}
     keys = ", ".join(f"'k{number}'" for number in range(1, 9))
     causes = []
-    for row in (record(query="Who?", response="Ann", note=None), record(note=None), record(**many)):
+    for row in (record(query="Who?", response="Ann", note=None), record(note=None), record(**many_fields)):
         with pytest.raises(InvalidRecord) as error:
             row.text("question")
         causes.append(error.value.cause.removeprefix("f.json: question is missing"))

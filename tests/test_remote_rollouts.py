@@ -29,7 +29,7 @@ from r3lite.rollout import wire
 from r3lite.rollout.sequence import Sequence
 from r3lite.rollout.uniforms import Uniforms
 from r3lite.settings import PpoConfig
-from tests.cold_start import WORLD, adapter, arguments, logged, same
+from tests.cold_start import WORLD, adapter, arguments, assert_same_runs, logged
 from tests.errors import raises
 from tests.sampled_elsewhere import (
     SHORT,
@@ -54,26 +54,27 @@ def test_two_workers_sample_what_the_trainer_would_and_one_may_die(cold, tmp_pat
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         dying = re.search(r"http://\S+(?=,)", process.stdout.readline())[0]
-        other, asked = running(service_of(cold)), []
+        surviving = running(service_of(cold))
+        requested_urls = []
         text = Link.text
 
         def watched(link, path, content=None):
             if path == "/sample":
-                asked.append(link.url)
-                if link.url == dying and asked.count(dying) == 1:
+                requested_urls.append(link.url)
+                if link.url == dying and requested_urls.count(dying) == 1:
                     threading.Timer(0.02, process.kill).start()  # the request is on its way by then
             return text(link, path, content)
 
         monkeypatch.setattr(Link, "text", watched)
         flags = ["--num-generations", "4", "--batch-size", "4"]
-        sampler, _, _ = sampler_of(config_of(cold, *flags, "--rollout-server", f"{dying},{other}"), tmp_path)
+        sampler, _, _ = sampler_of(config_of(cold, *flags, "--rollout-server", f"{dying},{surviving}"), tmp_path)
         local, _, _ = sampler_of(config_of(cold, *flags), tmp_path, elsewhere=False)
         for number in (1, 2):
-            made, expected = sampler.sample(number, Stopwatch()), local.sample(number, Stopwatch())
-            equal(made.sequences, expected.sequences)
-            assert [s and s.total for s in made.rewards] == [s and s.total for s in expected.rewards]
+            sampled, expected = sampler.sample(number, Stopwatch()), local.sample(number, Stopwatch())
+            equal(sampled.sequences, expected.sequences)
+            assert [s and s.total for s in sampled.rewards] == [s and s.total for s in expected.rewards]
             # In round 2, too: the worker that died is tried again.
-            assert made.extra_metrics == {"rollout/moved_episodes": 4, "rollout/stale_episodes": 0}
+            assert sampled.extra_metrics == {"rollout/moved_episodes": 4, "rollout/stale_episodes": 0}
     finally:
         process.kill()
         process.wait()
@@ -84,12 +85,12 @@ def test_episodes_go_on_elsewhere_from_where_they_stood(cold, tmp_path, running)
     sampler, _, _ = sampler_of(config_of(cold, "--rollout-server", running(service_of(cold))), tmp_path)
     local, _, _ = sampler_of(config_of(cold), tmp_path, elsewhere=False)
     rounds = [sampler.sample(number, Stopwatch()).sequences for number in (1, 2, 3, 4)]
-    begun = [(s, 1) for sequences in rounds for s in sequences if len(s.steps) > 1]
-    seeds = [f"again {i}" for i in range(len(begun))]
-    assert begun
-    made = sampler.engine.continue_from(begun, seeds, sampler.retrieve)
-    equal(made, local.engine.continue_from(begun, seeds, local.retrieve))
-    assert [s.tokens for s in made] != [s.tokens for s, _ in begun]
+    starts = [(s, 1) for sequences in rounds for s in sequences if len(s.steps) > 1]
+    seeds = [f"again {i}" for i in range(len(starts))]
+    assert starts
+    continued = sampler.engine.continue_from(starts, seeds, sampler.retrieve)
+    equal(continued, local.engine.continue_from(starts, seeds, local.retrieve))
+    assert [s.tokens for s in continued] != [s.tokens for s, _ in starts]
 
 
 def test_the_critic_is_asked_when_the_episodes_are_back(cold, tmp_path, running):
@@ -98,13 +99,13 @@ def test_the_critic_is_asked_when_the_episodes_are_back(cold, tmp_path, running)
     local, beside, _ = sampler_of(config_of(cold, *flags), tmp_path, elsewhere=False)
     for head in (learner.value_head, beside.value_head):
         torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
-    made, expected = sampler.sample(1, Stopwatch()), local.sample(1, Stopwatch())
-    for a, b in zip(made.sequences, expected.sequences, strict=True):
+    sampled, expected = sampler.sample(1, Stopwatch()), local.sample(1, Stopwatch())
+    for a, b in zip(sampled.sequences, expected.sequences, strict=True):
         assert a.values == pytest.approx(b.values, abs=1e-4) and any(a.values)
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (
             ["--max-hops", "3"],
@@ -120,8 +121,8 @@ def test_the_critic_is_asked_when_the_episodes_are_back(cold, tmp_path, running)
         (["--index", "none", "--retriever", "none"], "--retriever is none .* the passages searched is False"),
     ],
 )
-def test_a_worker_with_other_settings_is_refused_by_their_names(cold, tmp_path, running, flags, told):
-    with pytest.raises(R3LiteError, match=told):
+def test_a_worker_with_other_settings_is_refused_by_their_names(cold, tmp_path, running, flags, message):
+    with pytest.raises(R3LiteError, match=message):
         sampler_of(config_of(cold, "--rollout-server", running(service_of(cold, *flags))), tmp_path)
 
 
@@ -199,8 +200,8 @@ def test_a_worker_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, r
     sampler.sample(1, Stopwatch())
     lora.remove_adapter(service.engine.model, service.version)
     service.version = ""
-    again = sampler.sample(1, Stopwatch())
-    assert len(again.sequences) == 6 and service.version == sampler.engine.adapter.version
+    second_round = sampler.sample(1, Stopwatch())
+    assert len(second_round.sequences) == 6 and service.version == sampler.engine.adapter.version
 
 
 def test_without_a_server_the_run_says_which_is_missing(cold, tmp_path, running, monkeypatch):
@@ -252,7 +253,7 @@ def test_a_stale_round_is_measured_and_corrected(cold, tmp_path, running):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "message"),
     [
         (["--importance-cap", "none"], "--max-staleness 1 needs an --importance-cap"),
         (["--algorithm", "exgrpo"], "--max-staleness 1 does not work with exgrpo, which replays"),
@@ -260,9 +261,9 @@ def test_a_stale_round_is_measured_and_corrected(cold, tmp_path, running):
         (["--eval-data", str(WORLD / "dev.jsonl")], "pass --guard warn"),
     ],
 )
-def test_what_a_round_ahead_cannot_be_is_refused(cold, flags, told):
+def test_what_a_round_ahead_cannot_be_is_refused(cold, flags, message):
     config = config_of(cold, "--rollout-server", "http://127.0.0.1:9", "--max-staleness", "1", *flags)
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         remote_rollouts.check(config)
 
 
@@ -270,11 +271,11 @@ def test_a_run_a_round_ahead_resumes_with_the_adapter_of_the_round_before(cold, 
     """What was sampled ahead is dropped, and sampled again with the adapter that the checkpoint has kept."""
     url = running(service_of(cold))
     ahead = ["--algorithm", "grpo", *SHORT, "--rollout-server", url, "--max-staleness", "1", "--max-steps", "3"]
-    whole, parts = (arguments(cold, tmp_path / name, *ahead) for name in ("whole", "parts"))
-    assert ppo.main(whole) == 0
-    assert ppo.main([*parts, "--stop-after", "2"]) == 0
-    assert ppo.main([*parts, "--resume", "auto"]) == 0
-    same(tmp_path / "whole", tmp_path / "parts", 3)
+    uninterrupted, resumed = (arguments(cold, tmp_path / name, *ahead) for name in ("whole", "parts"))
+    assert ppo.main(uninterrupted) == 0
+    assert ppo.main([*resumed, "--stop-after", "2"]) == 0
+    assert ppo.main([*resumed, "--resume", "auto"]) == 0
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts", 3)
     records = logged(tmp_path / "whole", "metrics.jsonl")
     assert [r["rollout/stale_episodes"] for r in records] == [0, 6, 6]
     assert all("sampling/importance_sampling_ratio/mean" in r for r in records)
@@ -285,10 +286,10 @@ def test_a_run_a_round_ahead_resumes_with_the_adapter_of_the_round_before(cold, 
 def test_a_dry_run_says_who_samples_and_with_which_adapter(cold, capsys):
     flags = arguments(cold, cold / "unused", "--rollout-server", "http://a:8100,http://b:8100", "--dry-run")
     assert ppo.main(flags) == 0
-    told = (
+    message = (
         "Episodes are sampled by http://a:8100, http://b:8100 (not contacted now), each round with the newest adapter; "
     )
-    assert told + "importance weights of at most 2" in capsys.readouterr().out
+    assert message + "importance weights of at most 2" in capsys.readouterr().out
     assert ppo.main([*flags, "--max-staleness", "1"]) == 0
     assert "with the adapter before the last update" in capsys.readouterr().out
     assert ppo.main(["--max-staleness", "1", "--dry-run"]) == 2
@@ -298,7 +299,7 @@ def test_a_dry_run_says_who_samples_and_with_which_adapter(cold, capsys):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"tokens": [1, 2]}, "step_ends is .* not a list of whole numbers from 0 to 1"),
         ({"tokens": ["1", 2, 3]}, "tokens is .* not a list of whole numbers from 0 to 8"),
@@ -320,13 +321,13 @@ def test_a_dry_run_says_who_samples_and_with_which_adapter(cold, capsys):
         ({"finish": "searching"}, "finish is 'searching', not one of answered"),
     ],
 )
-def test_an_episode_from_the_network_is_read_with_distrust(change, told):
+def test_an_episode_from_the_network_is_read_with_distrust(change, message):
     sent = {"tokens": [5, 6, 7], "actions": "011", "logprobs": [-0.5, -1.0], "steps": [{"answer": "x"}]}
     sent |= {"step_ends": [2], "finish": "answered"}
     question, bounds = Question("q", "Who?", ()), wire.EpisodeLimits(vocabulary=9, max_length=100)
-    made = wire.sequence_from_json(Record(sent, Source("")), question, bounds)
-    assert wire.sequence_to_json(made).items() >= (sent | {"steps": [{"analysis": "", "answer": "x"}]}).items()
-    with pytest.raises(InvalidRecord, match=told):
+    sequence = wire.sequence_from_json(Record(sent, Source("")), question, bounds)
+    assert wire.sequence_to_json(sequence).items() >= (sent | {"steps": [{"analysis": "", "answer": "x"}]}).items()
+    with pytest.raises(InvalidRecord, match=message):
         wire.sequence_from_json(Record(sent | change, Source("")), question, bounds)
 
 
@@ -338,8 +339,8 @@ def test_an_episode_goes_on_from_the_beginning_that_was_sent():
             Question("q", "Who?", ()), tokens=tokens, action_mask=actions, logprobs=logprobs, stream=Uniforms(0)
         )
 
-    begun = sequence([5, 6, 7], [False, True, False], [-0.5])
-    wire.check_start(sequence([5, 6, 7, 8], [False, True, False, True], [-0.5, -1.0]), begun)
+    start = sequence([5, 6, 7], [False, True, False], [-0.5])
+    wire.check_start(sequence([5, 6, 7, 8], [False, True, False, True], [-0.5, -1.0]), start)
     for tokens, actions, logprobs in (
         ([5, 6, 8, 8], [False, True, False, True], [-0.5, -1.0]),
         ([5, 6, 7, 8], [False, True, True, True], [-0.5, -1.0, -1.0]),
@@ -347,7 +348,7 @@ def test_an_episode_goes_on_from_the_beginning_that_was_sent():
         ([5, 6], [False, True], [-0.5]),
     ):
         with raises(InvalidRecord, "wire-prompt-differs", "q"):
-            wire.check_start(sequence(tokens, actions, logprobs), begun)
+            wire.check_start(sequence(tokens, actions, logprobs), start)
 
 
 def test_a_ticket_goes_on_after_a_step_that_is_not_the_last():
@@ -375,10 +376,12 @@ def test_an_adapter_without_its_two_files_is_refused(tmp_path):
 def test_the_worker_is_sent_a_question_without_its_answers():
     document = Document("1", "Oslo", "In Norway.", metadata=(("year", 1.0),))
     earlier = ({"role": "user", "content": "Hi."},)
-    asked = Question("q", "Where?", ("secret",), (document,), (document,), "title", (), "", earlier, "source", "Look.")
-    sent = wire.tickets_to_json([wire.Ticket(asked, "0/1", 0), wire.Ticket(asked, "0/2", 1)])
+    question = Question(
+        "q", "Where?", ("secret",), (document,), (document,), "title", (), "", earlier, "source", "Look."
+    )
+    sent = wire.tickets_to_json([wire.Ticket(question, "0/1", 0), wire.Ticket(question, "0/2", 1)])
     assert len(sent["questions"]) == 1 and "secret" not in str(sent)
     bounds = wire.EpisodeLimits(vocabulary=9, max_length=100)
     read = wire.tickets_from_json(Record(json.loads(json.dumps(sent)), Source("")), bounds)
     assert [t.seed for t in read] == ["0/1", "0/2"] and read[0].question is read[1].question
-    assert read[0].question == dataclasses.replace(asked, answers=())
+    assert read[0].question == dataclasses.replace(question, answers=())

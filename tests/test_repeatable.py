@@ -16,7 +16,7 @@ FAST = ["sft", "ppo, grpo", "collect, gold", "index, build", "index, add", "expo
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the bench forks")
 
 
-def written(work: Path, threads: int, seed: int, cases: list[str]) -> dict[str, dict[str, str]]:
+def file_digests(work: Path, threads: int, seed: int, cases: list[str]) -> dict[str, dict[str, str]]:
     command = [sys.executable, "-m", "bench.stress.repeated", "--work", str(work), "--threads", str(threads), *cases]
     env = os.environ | {"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
@@ -35,8 +35,8 @@ def written(work: Path, threads: int, seed: int, cases: list[str]) -> dict[str, 
     ids=["1 thread", "2 threads", "1 thread, all", "2 threads, all"],
 )
 def test_twice_is_the_same_to_the_bit(tmp_path, threads, cases):
-    one, other = (written(tmp_path, threads, seed, cases) for seed in (1, 2))
-    assert one == other and all(one.values())
+    first_run, second_run = (file_digests(tmp_path, threads, seed, cases) for seed in (1, 2))
+    assert first_run == second_run and all(first_run.values())
 
 
 def test_the_bench_of_faults_kills_every_algorithm():

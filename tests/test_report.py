@@ -26,13 +26,13 @@ def evaluation(folder, ems):
 
 def test_evaluations_of_the_same_questions_are_compared_with_the_first(tmp_path, capsys):
     a, b = evaluation(tmp_path / "a", [0.0, 0.0, 1.0, 0.0]), evaluation(tmp_path / "b", [1.0, 1.0, 1.0, 0.0])
-    other = evaluation(tmp_path / "c", [1.0])
-    assert report.main([str(a), str(b), str(other)]) == 0
+    shorter = evaluation(tmp_path / "c", [1.0])
+    assert report.main([str(a), str(b), str(shorter)]) == 0
     page = (a / "report.html").read_text(encoding="utf-8")
     marks = [[Marks.from_json(line) for line in read_jsonl(x / "predictions.jsonl")] for x in (a, b)]
     em = compare(*marks)["em"]
-    told = f"<td>b minus a</td><td>{em['difference']:+.3f} ({em['low']:+.3f} to {em['high']:+.3f})</td>"
-    assert em["difference"] == 0.5 and told in page and "c less" not in page
+    table_row = f"<td>b minus a</td><td>{em['difference']:+.3f} ({em['low']:+.3f} to {em['high']:+.3f})</td>"
+    assert em["difference"] == 0.5 and table_row in page and "c minus" not in page
     assert "KiB: a (evaluate, 4 questions), b (evaluate, 4 questions), c" in capsys.readouterr().out
 
 
@@ -72,10 +72,10 @@ def test_the_runs_of_a_picture_differ_by_marker():
 def test_pictures_without_matplotlib_are_refused_before_anything_is_written(tmp_path, monkeypatch, capsys):
     a, real = evaluation(tmp_path / "a", [1.0]), builtins.__import__
 
-    def without(name, *rest, **more):
+    def without(name, *arguments, **keywords):
         if name == "matplotlib":
             raise ImportError(name)
-        return real(name, *rest, **more)
+        return real(name, *arguments, **keywords)
 
     monkeypatch.setattr(builtins, "__import__", without)
     assert report.main([str(a), "--png", str(tmp_path / "png")]) == 1
@@ -86,25 +86,25 @@ def test_watching_ends_with_the_run(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     folder.mkdir()
     (folder / "metrics.jsonl").write_text(jsonl([{"step": 1, "loss": 1.0}]), encoding="utf-8")
-    seen = []
+    refreshes = []
 
     def sleep(seconds):
-        seen.append("refresh" in (folder / "report.html").read_text(encoding="utf-8"))
-        if len(seen) == 2:
+        refreshes.append("refresh" in (folder / "report.html").read_text(encoding="utf-8"))
+        if len(refreshes) == 2:
             (folder / "summary.json").write_text('{"steps": 1}', encoding="utf-8")
 
     monkeypatch.setattr(report.time, "sleep", sleep)
     assert report.main([str(folder), "--watch"]) == 0
-    assert seen == [True, True] and "refresh" not in (folder / "report.html").read_text(encoding="utf-8")
+    assert refreshes == [True, True] and "refresh" not in (folder / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
-    ("argv", "status", "told"),
+    ("argv", "status", "message"),
     [([], 2, "no runs given: pass one or more run folders"), (["nowhere"], 1, "nowhere is not a folder")],
 )
-def test_what_is_no_run_is_refused(capsys, argv, status, told):
+def test_what_is_no_run_is_refused(capsys, argv, status, message):
     assert report.main(argv) == status
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_file_alone_has_a_page(tmp_path, capsys):
@@ -136,8 +136,8 @@ def test_questions_as_a_data_set_has_them_have_an_overview(tmp_path, capsys):
     assert report.main([str(tmp_path / "dev.json"), "--output", str(tmp_path / "x.html")]) == 0
     assert "dev.json (data, 2 questions)" in capsys.readouterr().out
     page = (tmp_path / "x.html").read_text(encoding="utf-8")
-    found = dict(re.findall(r'aria-label="([^".]*)\. dev.json, (\d+): 2"', page))
-    assert found == {
+    histograms = dict(re.findall(r'aria-label="([^".]*)\. dev.json, (\d+): 2"', page))
+    assert histograms == {
         "Questions": "3", "Documents of a row": "4", "Answers": "2", "Paragraphs of a question": "2",
         "Gold paragraphs of a question": "1",
     }  # fmt: skip
@@ -158,8 +158,8 @@ def test_differences_are_drawn_by_the_seed(tmp_path):
     settings = ReportSettings(runs=(str(a), str(b)))
     marks = [[Marks.from_json(line) for line in read_jsonl(x / "predictions.jsonl")] for x in (a, b)]
     for seed in (0, 7):
-        (first_name, found), *others = report.read(settings, seed).differences.values()
-        assert first_name == "a" and not others and found == compare(*marks, seed)
+        (first_name, difference), *other_pairs = report.read(settings, seed).differences.values()
+        assert first_name == "a" and not other_pairs and difference == compare(*marks, seed)
     assert compare(*marks, 0) != compare(*marks, 7)
 
 

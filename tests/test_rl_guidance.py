@@ -26,7 +26,7 @@ GOLD = Document("1", "Brenn", "Brenn is a film by Ann Dahl.\n\nThe final answer:
 QUESTIONS = [Question(f"q{i}", f"Who directed film {i}?", ("Ann Dahl",)) for i in range(6)]
 
 
-def trace(i: int, answer: str = "Ann Dahl", **more) -> dict:
+def trace(i: int, answer: str = "Ann Dahl", **fields) -> dict:
     """What `collect` writes: a search and an answer."""
     document = GOLD.to_json()
     query = f"Who directed film {i}?"
@@ -34,7 +34,7 @@ def trace(i: int, answer: str = "Ann Dahl", **more) -> dict:
         {"analysis": f"I need to find out: {query}", "query": query, "documents": [document]},
         {"analysis": f"{query} {answer}.", "answer": answer},
     ]
-    return {"id": f"t{i}", "question": f"Who directed  film {i}?", "answers": ["Ann Dahl"], "steps": steps, **more}
+    return {"id": f"t{i}", "question": f"Who directed  film {i}?", "answers": ["Ann Dahl"], "steps": steps, **fields}
 
 
 def reasoned(i: int, answer: str = "Ann Dahl", reasoning: str = "I know it.") -> dict:
@@ -51,17 +51,17 @@ def use(tmp_path, tokenizer):
 
     def make(rows: list[dict], *flags: str):
         write_jsonl(tmp_path / "traces.jsonl", rows)
-        made = config("--traces", str(tmp_path / "traces.jsonl"), *flags)
-        layout = Layout(tokenizer, PROTOCOL, made.lengths)
-        return rl_guidance.usable_traces(rl_guidance.traces_of(made), made, QUESTIONS, layout, None), layout
+        settings = config("--traces", str(tmp_path / "traces.jsonl"), *flags)
+        layout = Layout(tokenizer, PROTOCOL, settings.lengths)
+        return rl_guidance.usable_traces(rl_guidance.traces_of(settings), settings, QUESTIONS, layout, None), layout
 
     return make
 
 
 def test_a_trace_becomes_the_tokens_of_an_sft_row(use, tokenizer, tmp_path):
     """Its documents are given and neutralized; the teacher's probability is 1; all is paid at the last token."""
-    found, layout = use([trace(0)])
-    rollout = found["q0"]
+    rollouts, layout = use([trace(0)])
+    rollout = rollouts["q0"]
     (read,) = read_traces(tmp_path / "traces.jsonl", PROTOCOL)
     row = encode_row(replace(read, question=QUESTIONS[0].text), layout)
     record = rollout.record
@@ -72,22 +72,26 @@ def test_a_trace_becomes_the_tokens_of_an_sft_row(use, tokenizer, tmp_path):
     assert reward == pytest.approx(1.1)  # an exact match, and 0.1 for the format
     assert rollout.signal == 1.0  # the match alone
     pairs = list(zip(record.tokens, record.action_mask, strict=True))
-    given = [token for token, is_action in pairs if not is_action]
-    said = tokenizer.decode([token for token, is_action in pairs if is_action])
-    assert "Brenn is a film" in tokenizer.decode(given) and "Brenn is a film" not in said and "Rome" not in said
-    written = record.tokens[len(layout.prompt(QUESTIONS[0].text)) :]
-    assert written.count(tokenizer.stop_id) == 3  # a step, its documents, a step: a document ends no turn
+    context_tokens = [token for token, is_action in pairs if not is_action]
+    action_text = tokenizer.decode([token for token, is_action in pairs if is_action])
+    assert (
+        "Brenn is a film" in tokenizer.decode(context_tokens)
+        and "Brenn is a film" not in action_text
+        and "Rome" not in action_text
+    )
+    completion = record.tokens[len(layout.prompt(QUESTIONS[0].text)) :]
+    assert completion.count(tokenizer.stop_id) == 3  # a step, its documents, a step: a document ends no turn
 
 
 def test_what_is_left_out_is_counted(use, capsys):
     rows = [trace(0), trace(1, "Rome"), trace(9), reasoned(2, reasoning="It was long ago. " * 400), reasoned(3)]
     rows += [reasoned(4, "Ann"), reasoned(0)]
-    found, _ = use(rows, "--outcome-f1", "1")
-    assert sorted(found) == ["q0", "q3"]
-    assert found["q0"].token_rewards[0][1] == pytest.approx(2.1)
-    told = capsys.readouterr().err
-    assert "2 of 6 questions have a usable trace, of 7 traces; 1 have no question in --data; 1 are longer" in told
-    assert "2 have an answer reward below 0.5 of the maximum; 1 are not the best of their question" in told
+    rollouts, _ = use(rows, "--outcome-f1", "1")
+    assert sorted(rollouts) == ["q0", "q3"]
+    assert rollouts["q0"].token_rewards[0][1] == pytest.approx(2.1)
+    stderr = capsys.readouterr().err
+    assert "2 of 6 questions have a usable trace, of 7 traces; 1 have no question in --data; 1 are longer" in stderr
+    assert "2 have an answer reward below 0.5 of the maximum; 1 are not the best of their question" in stderr
     # Half right by F1 is 2/3 of one of two weights: 1/3 of the most.
     assert "q4" in use(rows, "--outcome-f1", "1", "--trace-min-outcome", "0.3")[0]
 
@@ -129,9 +133,11 @@ def drawn(*numbers: int, size: int = 2) -> list[Question]:
 
 
 def guidance(*flags: str, traces=(), entropies=None) -> Guidance:
-    made = config("--num-generations", "2", "--batch-size", "3", *flags)
-    replay = ReplayBuffer(made.rl.replay_size, 2, made.rl.replay_start)
-    return Guidance(made, {q.id: q for q in QUESTIONS}, {name: rollout(0, True) for name in traces}, replay, entropies)
+    settings = config("--num-generations", "2", "--batch-size", "3", *flags)
+    replay = ReplayBuffer(settings.rl.replay_size, 2, settings.rl.replay_start)
+    return Guidance(
+        settings, {q.id: q for q in QUESTIONS}, {name: rollout(0, True) for name in traces}, replay, entropies
+    )
 
 
 def rollout(group: int, off_policy: bool = False, token: int = 5) -> Rollout:
@@ -148,48 +154,48 @@ def scored(outcome: float) -> EpisodeReward:
 
 
 def test_questions_that_are_asked_again_take_the_last_places():
-    made = guidance()
-    assert made.with_replayed(drawn(0, 1, 2), []) == drawn(0, 1, 2)
-    assert made.with_replayed(drawn(0, 1, 2), ["q4"]) == drawn(0, 1, 4)
-    assert made.with_replayed(drawn(0, 1, 2), ["q4", "q5"]) == drawn(0, 5, 4)
-    assert made.with_replayed(drawn(0, 1, 2), ["q2", "q5"]) == drawn(0, 5, 2)  # q2 was drawn anyway
-    assert made.with_replayed(drawn(0, 0, 0), ["q0", "q1"]) == drawn(0, 0, 0)  # no place: all are asked again
+    guide = guidance()
+    assert guide.with_replayed(drawn(0, 1, 2), []) == drawn(0, 1, 2)
+    assert guide.with_replayed(drawn(0, 1, 2), ["q4"]) == drawn(0, 1, 4)
+    assert guide.with_replayed(drawn(0, 1, 2), ["q4", "q5"]) == drawn(0, 5, 4)
+    assert guide.with_replayed(drawn(0, 1, 2), ["q2", "q5"]) == drawn(0, 5, 2)  # q2 was drawn anyway
+    assert guide.with_replayed(drawn(0, 0, 0), ["q0", "q1"]) == drawn(0, 0, 0)  # no place: all are asked again
 
 
 def test_traces_join_the_groups_of_their_questions():
-    made = guidance("--trace-share", "0.5", traces=["q1", "q2", "q3", "q5"])
-    joined, told = made.choose_and_store(1, ["q3", "q0", "q1"], [], [])
-    assert [(r.group, r.off_policy) for r in joined] == [(0, True), (2, True)] and told["off_policy/traces"] == 2
-    assert [r.group for r in made.choose_and_store(1, ["q3", "q1", "q2"], [], [])[0]] == [
+    guide = guidance("--trace-share", "0.5", traces=["q1", "q2", "q3", "q5"])
+    joined, stats = guide.choose_and_store(1, ["q3", "q0", "q1"], [], [])
+    assert [(r.group, r.off_policy) for r in joined] == [(0, True), (2, True)] and stats["off_policy/traces"] == 2
+    assert [r.group for r in guide.choose_and_store(1, ["q3", "q1", "q2"], [], [])[0]] == [
         0,
         1,
     ]  # 0.5 of three, rounded up
-    assert [r.group for r in made.choose_and_store(1, ["q5", "q5", "q0"], [], [])[0]] == [0]
-    made = guidance("--trace-share", "0", traces=["q1"])
-    assert made.choose_and_store(1, ["q1", "q0", "q2"], [], [])[0] == []
+    assert [r.group for r in guide.choose_and_store(1, ["q5", "q5", "q0"], [], [])[0]] == [0]
+    guide = guidance("--trace-share", "0", traces=["q1"])
+    assert guide.choose_and_store(1, ["q1", "q0", "q2"], [], [])[0] == []
 
 
 def test_successes_are_kept_and_asked_again():
     """Two of three questions are solved once in two; the third is wrong by an F1 below the limit."""
-    made = guidance("--replay-share", "0.6", entropies=lambda batch: -batch.tokens[:, 1].float())
+    guide = guidance("--replay-share", "0.6", entropies=lambda batch: -batch.tokens[:, 1].float())
     paid = [(rollout(i // 2, token=10 + i), scored(outcome)) for i, outcome in enumerate((1, 0, 0.7, 0.1, 0.5, 0.5))]
-    joined, told = made.choose_and_store(1, ["q0", "q1", "q2"], paid, [])
-    assert joined == [] and (told["replay/size"], told["replay/questions"], told["off_policy/replays"]) == (2, 2, 0)
-    again = made.replayed(2)
-    assert sorted(again) == ["q0", "q1"] and again == made.replayed(2)
+    joined, stats = guide.choose_and_store(1, ["q0", "q1", "q2"], paid, [])
+    assert joined == [] and (stats["replay/size"], stats["replay/questions"], stats["off_policy/replays"]) == (2, 2, 0)
+    question_ids = guide.replayed(2)
+    assert sorted(question_ids) == ["q0", "q1"] and question_ids == guide.replayed(2)
     paid = [(rollout(0, token=30), scored(1)), (rollout(0, token=31), scored(0))]
-    joined, told = made.choose_and_store(3, ["q0", "q4", "q1"], paid, ["q0", "q1"])
+    joined, stats = guide.choose_and_store(3, ["q0", "q4", "q1"], paid, ["q0", "q1"])
     assert [(r.group, r.record.tokens[1]) for r in joined] == [(0, 10), (2, 12)]  # and none of this very round
-    assert told["replay/age"] == 2 and told["replay/size"] == 3
-    joined, _ = made.choose_and_store(4, ["q0", "q4", "q5"], [], ["q0", "q1"])  # q1 found no place
+    assert stats["replay/age"] == 2 and stats["replay/size"] == 3
+    joined, _ = guide.choose_and_store(4, ["q0", "q4", "q5"], [], ["q0", "q1"])  # q1 found no place
     assert [(r.group, r.record.tokens[1]) for r in joined] == [(0, 30)]  # of lowest entropy
 
 
 def test_a_question_that_is_drawn_twice_is_retired_only_by_the_rewards_of_both_groups():
     """Two right episodes of four retired it; the judge had failed on the others."""
-    made = guidance()
-    made.choose_and_store(1, ["q0", "q0", "q1"], [(rollout(0), scored(1)), (rollout(1), scored(1))], [])
-    assert made.replay.retired == set() and made.replay.questions["q0"].rate == 1.0
+    guide = guidance()
+    guide.choose_and_store(1, ["q0", "q0", "q1"], [(rollout(0), scored(1)), (rollout(1), scored(1))], [])
+    assert guide.replay.retired == set() and guide.replay.questions["q0"].rate == 1.0
 
 
 @pytest.mark.parametrize(
@@ -212,5 +218,5 @@ def test_what_it_cannot_work_with_is_refused(capsys, flags, says):
 
 
 def test_others_are_guided_by_nothing():
-    made = resolve("ppo", PpoConfig(), ["--algorithm", "grpo"])
-    assert rl_guidance.traces_of(made) == [] and rl_guidance.build_buffer(made) is None
+    settings = resolve("ppo", PpoConfig(), ["--algorithm", "grpo"])
+    assert rl_guidance.traces_of(settings) == [] and rl_guidance.build_buffer(settings) is None

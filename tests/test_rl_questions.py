@@ -32,7 +32,7 @@ def folder(tmp_path, monkeypatch):
     return write
 
 
-def told(capsys, questions: list[Question], **settings) -> str:
+def warnings_of(capsys, questions: list[Question], **settings) -> str:
     warn_of_questions(with_values(PpoConfig(), settings), questions)
     return capsys.readouterr().err
 
@@ -46,11 +46,11 @@ def test_questions_of_the_demonstrations_are_warned_of(folder, capsys):
     """RL on questions that the adapter answers from memory made the answers to others worse."""
     name = folder("runs/sft", [text.upper() for text in TEXTS[:7]])
     for adapter in (name, f"{name}/adapter", f"{name}/checkpoint-3", f"{name}/checkpoint-3/adapter"):
-        said = told(capsys, ASKED, adapter=adapter)
-        assert said.startswith(f"warning: {adapter} has learned demonstrations of 7 of the 12 questions and may know")
-        assert "`prepare --rl-size N`" in said and said.count("\n") == 1
-    assert told(capsys, [*ASKED, *ASKED[7:9]], adapter=name) == ""  # 7 of 14
-    assert told(capsys, ASKED) == ""  # no adapter
+        stderr = warnings_of(capsys, ASKED, adapter=adapter)
+        assert stderr.startswith(f"warning: {adapter} has learned demonstrations of 7 of the 12 questions and may know")
+        assert "`prepare --rl-size N`" in stderr and stderr.count("\n") == 1
+    assert warnings_of(capsys, [*ASKED, *ASKED[7:9]], adapter=name) == ""  # 7 of 14
+    assert warnings_of(capsys, ASKED) == ""  # no adapter
     model = with_values(PpoConfig(), {"model": "runs/sft/model"})
     write_text("runs/sft/config.toml", "[sft]\nno_lora = true\n")
     warn_of_questions(model, ASKED)
@@ -62,7 +62,7 @@ def test_what_earlier_runs_of_an_adapter_have_learned_counts(folder, capsys):
     folder("two", TEXTS[4:8], adapter="one/adapter")
     folder("three", None, adapter="two", command="ppo")
     assert demonstrated("three") == set(map(question_hash, TEXTS[:8]))
-    assert "three has learned demonstrations of 8 of" in told(capsys, ASKED, adapter="three")
+    assert "three has learned demonstrations of 8 of" in warnings_of(capsys, ASKED, adapter="three")
     folder("round", TEXTS[:1], adapter="round")  # moved by hand
     assert len(demonstrated("round")) == 1
 
@@ -72,7 +72,7 @@ def test_an_adapter_whose_questions_are_not_known_is_not_warned_of(folder, capsy
     name = folder("sft", None)
     if content is not None:
         write_text(f"{name}/{QUESTIONS_FILE}", content)
-    assert told(capsys, ASKED, adapter=name) == told(capsys, ASKED, adapter="elsewhere/adapter") == ""
+    assert warnings_of(capsys, ASKED, adapter=name) == warnings_of(capsys, ASKED, adapter="elsewhere/adapter") == ""
 
 
 def test_what_exclude_leaves_is_warned_of_if_collect_rejected_it(tmp_path, capsys):
@@ -80,18 +80,19 @@ def test_what_exclude_leaves_is_warned_of_if_collect_rejected_it(tmp_path, capsy
     gold, dev = str(tmp_path / "gold.jsonl"), str(tmp_path / "dev.jsonl")
     rejected = [{"id": f"q{i}", "reason": "a query that does not find its gold paragraph"} for i in range(5, 12)]
     write_jsonl(f"{gold}.rejected.jsonl", rejected)
-    said = told(capsys, ASKED[5:], exclude=(dev, gold))
-    assert said.startswith(
+    stderr = warnings_of(capsys, ASKED[5:], exclude=(dev, gold))
+    assert stderr.startswith(
         "warning: `collect` could make no demonstration of 7 of the 7 questions that --exclude leaves"
     )
-    assert "`prepare --rl-size N`" in said and said.count("\n") == 1
+    assert "`prepare --rl-size N`" in stderr and stderr.count("\n") == 1
     named = [Question(f"one/{q.id}", q.text, q.answers, source="one") for q in ASKED[5:]]
-    assert "7 of the 7" in told(capsys, named, exclude=(gold,))
-    others = [Question(f"other{i}", "Who?", ("x",)) for i in range(7)]
-    assert told(capsys, [*ASKED[5:], *others], exclude=(gold,)) == ""  # the other half of the questions is there, too
-    assert told(capsys, ASKED[5:]) == told(capsys, ASKED[5:], exclude=(dev,)) == ""
+    assert "7 of the 7" in warnings_of(capsys, named, exclude=(gold,))
+    accepted = [Question(f"other{i}", "Who?", ("x",)) for i in range(7)]
+    # The other half of the questions is there, too.
+    assert warnings_of(capsys, [*ASKED[5:], *accepted], exclude=(gold,)) == ""
+    assert warnings_of(capsys, ASKED[5:]) == warnings_of(capsys, ASKED[5:], exclude=(dev,)) == ""
     write_text(f"{gold}.rejected.jsonl", "hello")
-    assert told(capsys, ASKED[5:], exclude=(gold,)) == ""
+    assert warnings_of(capsys, ASKED[5:], exclude=(gold,)) == ""
 
 
 def test_ppo_says_it_before_it_begins(world, tmp_path, capsys):  # noqa: F811

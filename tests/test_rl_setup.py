@@ -19,7 +19,7 @@ SOME = NONE | {"rewards/outcome/mean": 0.1}
 EQUAL = SOME | {"frac_reward_zero_std": 1.0}
 
 
-def told(capsys, *records: dict, **settings) -> str:
+def warnings_of(capsys, *records: dict, **settings) -> str:
     """What is said over rounds of 16 episodes; the first two have the 32 that count."""
     settings = {"batch_size": 2, "num_generations": 8, "algorithm": "grpo"} | settings
     config = with_values(PpoConfig(), settings)
@@ -32,11 +32,11 @@ def told(capsys, *records: dict, **settings) -> str:
 
 
 def test_a_start_that_is_paid_for_no_answer_is_told_once(capsys):
-    said = told(capsys, NONE, NONE, NONE, NONE)
-    assert said.startswith("warning: no answer in the first 2 rounds was rewarded, and 75% of the episodes are mal")
-    assert said.count("\n") == 1 and "Malformed: run SFT first, and pass" in said and "--max-new-tokens" in said
-    assert told(capsys, NONE) == ""  # 16 episodes say too little
-    assert "in the first round was" in told(capsys, NONE, batch_size=4)
+    stderr = warnings_of(capsys, NONE, NONE, NONE, NONE)
+    assert stderr.startswith("warning: no answer in the first 2 rounds was rewarded, and 75% of the episodes are mal")
+    assert stderr.count("\n") == 1 and "Malformed: run SFT first, and pass" in stderr and "--max-new-tokens" in stderr
+    assert warnings_of(capsys, NONE) == ""  # 16 episodes say too little
+    assert "in the first round was" in warnings_of(capsys, NONE, batch_size=4)
 
 
 def test_a_start_from_an_adapter_is_not_told_to_run_sft_first(tmp_path, capsys):
@@ -47,8 +47,10 @@ def test_a_start_from_an_adapter_is_not_told_to_run_sft_first(tmp_path, capsys):
         (30, "or pass the --format"),
     ):
         write_jsonl(tmp_path / "metrics.jsonl", [{"step": steps, "epoch": 1.0}])
-        said = told(capsys, NONE, NONE, adapter=str(tmp_path))
-        assert f"Malformed: {expected}" in said or f"Malformed: train {tmp_path} for longer in SFT, {expected}" in said
+        stderr = warnings_of(capsys, NONE, NONE, adapter=str(tmp_path))
+        assert (
+            f"Malformed: {expected}" in stderr or f"Malformed: train {tmp_path} for longer in SFT, {expected}" in stderr
+        )
         for warn in (warn_of_little_sft, warn_of_short_sft):
             warn(str(tmp_path))
             assert ("had only 3 steps of SFT: it may hardly know" in capsys.readouterr().err) == (steps == 3)
@@ -86,63 +88,72 @@ def test_stages_that_train_all_weights_count_too(tmp_path):
 
 
 def test_groups_with_equal_rewards_are_told_to_algorithms_that_compare_them(capsys):
-    assert told(capsys, EQUAL, EQUAL).startswith("warning: in the first 2 rounds the answers of each group are all")
-    assert "the episodes of each group are all rewarded alike" in told(capsys, EQUAL, EQUAL, outcome_em=0.0)
-    assert told(capsys, EQUAL, EQUAL, algorithm="ppo") == ""
+    assert warnings_of(capsys, EQUAL, EQUAL).startswith(
+        "warning: in the first 2 rounds the answers of each group are all"
+    )
+    assert "the episodes of each group are all rewarded alike" in warnings_of(capsys, EQUAL, EQUAL, outcome_em=0.0)
+    assert warnings_of(capsys, EQUAL, EQUAL, algorithm="ppo") == ""
 
 
 @pytest.mark.parametrize("settings", [{"algorithm": "dgpo"}, {"algorithm": "luffy"}, {"learn": "answer"}])
 def test_refills_are_advised_only_to_runs_that_take_them(capsys, settings):
     """All were told to pass --refill-limit, which these refuse."""
-    few = SOME | {"groups/mixed": 0.0}
-    assert "or --temperature, pass --refill-limit, or train" in told(capsys, few, few)
-    assert "or --temperature, or train" in told(capsys, few, few, **settings)
+    unmixed = SOME | {"groups/mixed": 0.0}
+    assert "or --temperature, pass --refill-limit, or train" in warnings_of(capsys, unmixed, unmixed)
+    assert "or --temperature, or train" in warnings_of(capsys, unmixed, unmixed, **settings)
 
 
 def test_few_groups_that_mix_right_and_wrong_are_told_once(capsys):
     """Rounds without any were not told of: differences of recall alone counted as something to learn from."""
-    few, some, unknown = SOME | {"groups/mixed": 0.0}, SOME | {"groups/mixed": 0.25}, SOME
-    said = told(capsys, few, few, few)
-    assert said.startswith("warning: in the first 2 rounds only 0% of the groups mix right and wrong answers. Raise")
-    assert said.count("\n") == 1
-    assert told(capsys, few, some) == told(capsys, unknown, unknown) == ""  # a mean of one in eight is enough
-    assert told(capsys, few, few, algorithm="ppo") == told(capsys, few, few, outcome_em=0.0) == ""
-    assert ending_of(with_values(PpoConfig(), {"algorithm": "grpo"}), [{"step": 1, "reward": 0.1} | few]) == "done"
+    unmixed = SOME | {"groups/mixed": 0.0}
+    mixed = SOME | {"groups/mixed": 0.25}
+    unknown = SOME
+    stderr = warnings_of(capsys, unmixed, unmixed, unmixed)
+    assert stderr.startswith("warning: in the first 2 rounds only 0% of the groups mix right and wrong answers. Raise")
+    assert stderr.count("\n") == 1
+    # A mean of one in eight is enough.
+    assert warnings_of(capsys, unmixed, mixed) == warnings_of(capsys, unknown, unknown) == ""
+    assert warnings_of(capsys, unmixed, unmixed, algorithm="ppo") == ""
+    assert warnings_of(capsys, unmixed, unmixed, outcome_em=0.0) == ""
+    assert ending_of(with_values(PpoConfig(), {"algorithm": "grpo"}), [{"step": 1, "reward": 0.1} | unmixed]) == "done"
 
 
 @pytest.mark.parametrize("records", [(SOME, NONE), (NONE, SOME), (SOME, EQUAL), ({}, {})])
 def test_a_start_that_can_be_learned_from_is_not(capsys, records):
     """Without any metric of rewards, all of them are missing, which is told elsewhere."""
-    assert told(capsys, *records) == ""
+    assert warnings_of(capsys, *records) == ""
 
 
 def test_what_is_not_to_be_paid_for_its_answers_is_not_told_that_it_was_not(capsys):
-    assert told(capsys, NONE, NONE, outcome_em=0.0, outcome_f1=0.0) == ""
+    assert warnings_of(capsys, NONE, NONE, outcome_em=0.0, outcome_f1=0.0) == ""
 
 
 def test_a_run_whose_rounds_all_earned_nothing_is_not_done():
     """33 rounds of zero reward ended with "done"."""
-    config, before = with_values(PpoConfig(), {"algorithm": "grpo"}), {"step": 0, "eval/f1": 0.0}
-    none, some = ({"step": 1, "reward": 0.1} | record for record in (NONE, SOME))
-    said = ending_of(config, [before, *[none] * 33])
+    config = with_values(PpoConfig(), {"algorithm": "grpo"})
+    baseline = {"step": 0, "eval/f1": 0.0}
+    unrewarded, rewarded = ({"step": 1, "reward": 0.1} | record for record in (NONE, SOME))
+    ending = ending_of(config, [baseline, *[unrewarded] * 33])
     assert (
-        "done" not in said and "gave no training signal" in said and "no answer in all 33 rounds was rewarded" in said
+        "done" not in ending
+        and "gave no training signal" in ending
+        and "no answer in all 33 rounds was rewarded" in ending
     )
-    assert ending_of(config, [before, *[none] * 32, some]) == ending_of(config, [before]) == "done"
+    assert ending_of(config, [baseline, *[unrewarded] * 32, rewarded]) == ending_of(config, [baseline]) == "done"
 
 
 def test_a_run_of_answers_whose_contexts_were_all_left_out_is_not_done():
     """It ended with "done": a round of such contexts trains on nothing, and has no frac_reward_zero_std."""
     config = with_values(PpoConfig(), {"algorithm": "grpo", "learn": "answer"})
     right = {"reward": 1.0, "rewards/outcome/mean": 1.0}
-    said = ending_of(config, [{"step": 1, **right, "contexts/zero_std": 1.0}])
-    assert "the answers of each group are all rewarded alike" in said
+    ending = ending_of(config, [{"step": 1, **right, "contexts/zero_std": 1.0}])
+    assert "the answers of each group are all rewarded alike" in ending
     assert ending_of(config, [{"step": 1, **right, "contexts/zero_std": 0.75, "frac_reward_zero_std": 0.0}]) == "done"
 
 
 def test_an_episode_without_searches_has_two_turns_at_most():
     """Its length penalty began, and its constant was, where no episode of --format solution ever is."""
-    searching, other = (build_protocol(ProtocolSettings(format=name)) for name in ("r3", "solution"))
+    searching, direct = (build_protocol(ProtocolSettings(format=name)) for name in ("r3", "solution"))
     lengths = LengthSettings(max_hops=3, max_new_tokens=100)
-    assert limits_of(lengths, {"": searching, "chat": other}) is lengths and lengths.most_sampled == 500
-    assert limits_of(lengths, {"": other}).most_sampled == 200
+    assert limits_of(lengths, {"": searching, "chat": direct}) is lengths and lengths.most_sampled == 500
+    assert limits_of(lengths, {"": direct}).most_sampled == 200

@@ -38,12 +38,12 @@ class Parrot(ThreadingHTTPServer):
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
                 body = self.rfile.read(int(self.headers["content-length"])).decode()
-                said = json.dumps(dict(self.headers))
-                outer.got |= {name for name, secret in SECRETS.items() if secret in said}
-                text = ANSWER.format(said=said) if "json_schema" not in body else said
+                headers = json.dumps(dict(self.headers))
+                outer.got |= {name for name, secret in SECRETS.items() if secret in headers}
+                text = ANSWER.format(said=headers) if "json_schema" not in body else headers
                 openai = {"choices": [{"message": {"content": text}, "finish_reason": "stop"}]}
                 gemini = {"candidates": [{"content": {"parts": [{"text": text}]}, "finishReason": "STOP"}]}
-                error = {"error": {"code": outer.status, "message": f"no: {said}", "status": said}}
+                error = {"error": {"code": outer.status, "message": f"no: {headers}", "status": headers}}
                 reply = json.dumps(openai | gemini if outer.status == 200 else error).encode()
                 self.send_response(outer.status)
                 self.send_header("content-length", str(len(reply)))
@@ -76,20 +76,20 @@ def planted(tmp_path, monkeypatch):
     return tmp_path
 
 
-def found(text: bytes) -> list[str]:
+def leaked_secrets(text: bytes) -> list[str]:
     """The secrets in a text: as they are, in base64 or escaped."""
-    seen = []
+    leaked = []
     for name, secret in SECRETS.items():
         forms = [secret, urllib.parse.quote(secret, safe=""), secret[:-3]]
         forms += [base64.b64encode((" " * i + secret).encode()).decode()[4:-4] for i in range(3)]
-        seen += [name] * any(form.encode() in text for form in forms)
-    return seen
+        leaked += [name] * any(form.encode() in text for form in forms)
+    return leaked
 
 
 def in_files(folder: Path) -> dict[str, list[str]]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert files
-    return {str(path): names for path in files if (names := found(path.read_bytes() + str(path).encode()))}
+    return {str(path): names for path in files if (names := leaked_secrets(path.read_bytes() + str(path).encode()))}
 
 
 def test_no_command_writes_or_prints_a_key(planted, parrot, capfd):
@@ -105,7 +105,7 @@ def test_no_command_writes_or_prints_a_key(planted, parrot, capfd):
     assert collect.main([*tiny, *train, "--limit", "8", "--output", "rows.jsonl"]) == 0
     assert sft.main([*tiny, "--data", "rows.jsonl", "--max-steps", "1", *less, "--output", "sft"]) == 0
     small = ["--batch-size", "1", "--num-generations", "2", "--mini-batch-size", "2", "--max-steps", "1"]
-    asked = {
+    commands = {
         "collect": (collect, [*train, "--source", "teacher", *search, "--limit", "1", "--attempts", "1"]),
         "evaluate": (evaluate, [*dev, *search, *short]),
         "ppo": (ppo, [*train, "--limit", "1", "--adapter", "sft", *search, *short, *small, "--outcome-judge", "1"]),
@@ -115,7 +115,7 @@ def test_no_command_writes_or_prints_a_key(planted, parrot, capfd):
     tried += [("evaluate", gemini, 400), ("ppo", openai, 200), ("tune", openai, 401)]
     statuses = []
     for number, (name, judge, status) in enumerate(tried):
-        parrot.status, (command, flags) = status, asked[name]
+        parrot.status, (command, flags) = status, commands[name]
         statuses.append(command.main([*tiny, *flags, *judge, "--output", f"{name}-{number}.jsonl"]))
     statuses.append(retrieve.main([*tiny, *dev, "--retriever", "exa", "--output", "retrieved"]))  # with status 401
     assert set(statuses) == {0, 1} and parrot.got == {"GOOGLE_API_KEY", "OPENAI_API_KEY", "EXA_API_KEY"}
@@ -130,7 +130,7 @@ def test_no_command_writes_or_prints_a_key(planted, parrot, capfd):
             assert evaluate.main([*tiny, *dev, "--rerank", address]) == 2
     output = capfd.readouterr()
     assert "***" in output.err  # where a server repeated it
-    assert found((output.out + output.err).encode()) == [] and in_files(planted) == {}
+    assert leaked_secrets((output.out + output.err).encode()) == [] and in_files(planted) == {}
 
 
 def test_a_server_neither_prints_nor_answers_with_its_token(planted):
@@ -140,20 +140,23 @@ def test_a_server_neither_prints_nor_answers_with_its_token(planted):
     command = [sys.executable, "-m", "r3lite.serve", *arguments]
     process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [process.stdout.readline() for _ in range(2)]
-    url, token, said = lines[1].split()[0], SECRETS["R3LITE_TOKEN"], []
-    for given in (token, token[:-1], "x"):
+    url = lines[1].split()[0]
+    token = SECRETS["R3LITE_TOKEN"]
+    replies = []
+    for bearer in (token, token[:-1], "x"):
         for path in ("/generate", "/v1/chat/completions", "/nowhere", f"/{token}"):
             body = json.dumps({"query": "who?", "mode": "chat"}).encode()
-            headers = {"Authorization": f"Bearer {given}", "Content-Type": "application/json"}
+            headers = {"Authorization": f"Bearer {bearer}", "Content-Type": "application/json"}
             try:
                 with urllib.request.urlopen(urllib.request.Request(url + path, body, headers)) as reply:
-                    said.append(reply.read())
+                    replies.append(reply.read())
             except urllib.error.HTTPError as error:
-                said.append(error.read() + str(error.headers).encode())
+                replies.append(error.read() + str(error.headers).encode())
     process.terminate()
-    rest = process.communicate(timeout=30)
-    assert any(b"final_answer" in each for each in said) and any(b"invalid_api_key" in each for each in said)
-    assert found(b"".join(said)) == [] and found("".join([*lines, *rest]).encode()) == []
+    remaining_output = process.communicate(timeout=30)
+    assert any(b"final_answer" in each for each in replies) and any(b"invalid_api_key" in each for each in replies)
+    assert leaked_secrets(b"".join(replies)) == []
+    assert leaked_secrets("".join([*lines, *remaining_output]).encode()) == []
 
 
 @pytest.mark.slow
@@ -161,10 +164,9 @@ def test_a_tracked_run_keeps_no_key(planted, monkeypatch, capfd):
     pytest.importorskip("wandb", reason="needs the extra track")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    monkeypatch.setenv("WANDB_API_KEY", SECRETS["WANDB_API_KEY"])
     tiny = ["--preset", "tiny"]
     assert collect.main([*tiny, "--data", str(WORLD / "train.jsonl"), "--limit", "8", "--output", "rows.jsonl"]) == 0
     run = [*tiny, "--data", "rows.jsonl", "--max-steps", "1", "--output", "sft", "--track", "wandb"]
     assert sft.main(run) == 0
     output = capfd.readouterr()
-    assert found((output.out + output.err).encode()) == [] and in_files(planted) == {}
+    assert leaked_secrets((output.out + output.err).encode()) == [] and in_files(planted) == {}

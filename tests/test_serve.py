@@ -120,13 +120,13 @@ def test_sixteen_at_once_get_what_each_gets_alone(server):
 
 def test_a_stream_is_the_answer_piece_by_piece(server):
     client = openai.OpenAI(base_url=f"{server}/v1", api_key="none", timeout=60)
-    whole = completed(client, QUESTIONS[0])
+    full_reply = completed(client, QUESTIONS[0])
     messages = [{"role": "user", "content": QUESTIONS[0]}]
     pieces = [
         getattr(chunk.choices[0].delta, "reasoning_content", None) or ""
         for chunk in client.chat.completions.create(model="search", messages=messages, stream=True)
     ]
-    assert "".join(pieces).strip() == whole.strip() and len([p for p in pieces if p]) > 10
+    assert "".join(pieces).strip() == full_reply.strip() and len([p for p in pieces if p]) > 10
     client.close()
 
 
@@ -156,8 +156,8 @@ def test_sigterm_lets_answers_end_and_takes_no_more(arguments):
     with urllib.request.urlopen(request, timeout=30) as reply:
         first = reply.readline()
         process.send_signal(signal.SIGTERM)
-        rest = reply.read().decode()
-    assert b'"start"' in first and rest.strip().splitlines()[-1].startswith('data: {"type": "done"')
+        remaining_events = reply.read().decode()
+    assert b'"start"' in first and remaining_events.strip().splitlines()[-1].startswith('data: {"type": "done"')
     assert process.wait(timeout=30) == 143
     with pytest.raises(OSError):
         urllib.request.urlopen(f"{url}/api/health", timeout=5)
@@ -277,19 +277,19 @@ def test_what_was_said_before_is_given_where_it_is_wanted_and_as_far_as_there_is
 
     argv = ["--retriever", "none", "--adapters", f"{adapters},base", "--dtype", "fp32", "--max-length", "300"]
     answering = LiveAnswers(config(*argv), lambda pairs: [[] for _ in pairs])
-    said = [("user", "first"), ("assistant", "1st"), ("user", "second"), ("assistant", "2nd")]
-    earlier = tuple({"role": r, "content": t} for r, t in [("system", "be brief"), *said])
+    turns = [("user", "first"), ("assistant", "1st"), ("user", "second"), ("assistant", "2nd")]
+    earlier = tuple({"role": r, "content": t} for r, t in [("system", "be brief"), *turns])
     assert answering.modes == {"chat": "sft", "reasoning": "rl"}
     plain = prompt(answering, Ask("third", "chat", "base", earlier))
-    assert plain == "system\nbe brief\n" + "".join(f"{r}\n{t}\n" for r, t in said) + "user\nthird\nassistant\n"
+    assert plain == "system\nbe brief\n" + "".join(f"{r}\n{t}\n" for r, t in turns) + "user\nthird\nassistant\n"
     steps = prompt(answering, Ask("third", "reasoning", "rl", earlier))
     assert "first" not in steps and "be brief" not in steps and "third" in steps
     long = ({"role": "user", "content": "first" + " and so on" * 60}, *earlier[2:])
     cut = prompt(answering, Ask("third", "chat", "base", long))
     assert "first" not in cut and "second\nassistant\n2nd\nuser\nthird" in cut
     # Two questions in a row: what remains begins with a question all the same.
-    twice = ({"role": "user", "content": "before"}, *long)
-    assert prompt(answering, Ask("third", "chat", "base", twice)) == cut
+    two_questions = ({"role": "user", "content": "before"}, *long)
+    assert prompt(answering, Ask("third", "chat", "base", two_questions)) == cut
     wanted = [Ask("x", "chat", "base", temperature=0.5, top_p=0.9, top_k=k) for k in (7, -1, None)]
     samplers = [answering.prepare(ask, None).transcript.sampler for ask in wanted]
     assert [(s.temperature, s.top_p, s.top_k) for s in samplers] == [(0.5, 0.9, k) for k in (7, 0, 0)]
@@ -330,16 +330,16 @@ def test_an_answer_without_numbers_is_given_up_and_the_others_go_on(capsys):
         if asks[0].text == "broken":
             answering.iterate()
             broken.error = NotFinite("question 0: the model's logits are not finite", code="broken")
-        ended = []
+        completions = []
         while answering.growing:
-            ended += answering.iterate()
-        by_id = {id(growing): answer for growing, answer in ended}
+            completions += answering.iterate()
+        by_id = {id(growing): answer for growing, answer in completions}
         return [by_id[id(growing)] for growing in prepared]
 
     greedy = Ask(QUESTIONS[0], "reasoning", "base", temperature=0.0)
     (alone,) = answers(greedy)
-    broken, other = answers(Ask("broken", "reasoning", "base"), greedy)
-    assert broken is None and other == alone
+    broken, greedy_answer = answers(Ask("broken", "reasoning", "base"), greedy)
+    assert broken is None and greedy_answer == alone
     assert "an answer was given up: question 0: the model's logits" in capsys.readouterr().err
     tiny = replace(greedy, temperature=1e-38, top_k=20, top_p=0.9)
     assert answers(tiny, greedy) == [alone, alone]
@@ -357,11 +357,11 @@ def test_an_answer_that_the_limit_of_its_request_cut_off_says_so():
     for max_tokens in (3, None):
         answering.join(answering.prepare(Ask(QUESTIONS[0], "reasoning", "base", max_tokens=max_tokens), None))
         while answering.growing:
-            ended = answering.iterate()
-        answers += [answer for _, answer in ended]
-    limited, other = answers
+            completions = answering.iterate()
+        answers += [answer for _, answer in completions]
+    limited, unlimited = answers
     assert (limited.finish, limited.why) == ("cut_off", "step 1 was not finished within the request's 3 tokens")
-    assert other.why and "the request's" not in other.why
+    assert unlimited.why and "the request's" not in unlimited.why
     answering.close()
 
 
@@ -373,8 +373,8 @@ def test_a_procedure_stands_before_the_question_that_it_fits(tmp_path):
     row = {"name": "Cities", "description": "about cities", "trigger": "city", "steps": [{"action": "Think"}]}
     (tmp_path / "p.json").write_text(json.dumps(row))
     argv = ["--retriever", "none", "--dtype", "fp32", "--procedures", str(tmp_path / "p.json"), "--steps", "on"]
-    made = config(*argv, "--procedures-by", "triggers")
-    answering = LiveAnswers(made, *open_retriever(made))
+    serve_config = config(*argv, "--procedures-by", "triggers")
+    answering = LiveAnswers(serve_config, *open_retriever(serve_config))
     for text, stands in (("Which city?", True), ("Which town?", False)):
         for mode in ("chat", "reasoning"):
             sequence = answering.prepare(Ask(text, mode, "base"), None).transcript
@@ -389,8 +389,8 @@ def test_a_base_that_has_not_learned_the_steps_searches_once_and_does_not_reason
     from r3lite.serving.asks import Ask
 
     corpus = ["--corpus", str(shipped("data", "world", "corpus.jsonl")), "--dtype", "fp32", "--max-new-tokens", "24"]
-    found = [Document("7", "Jelsan Janli", "Jelsan Janli is a film.")]
-    answering = LiveAnswers(config(*corpus), lambda pairs: [found for _ in pairs])
+    documents = [Document("7", "Jelsan Janli", "Jelsan Janli is a film.")]
+    answering = LiveAnswers(config(*corpus), lambda pairs: [documents for _ in pairs])
     assert answering.modes == {"chat": "base", "search": "base"} and list(answering.missing) == ["reasoning"]
     assert answering.learned_modes == ["chat", "search"]
     assert list(answering.notes) == ["search"] and "Plain RAG" in answering.notes["search"]
@@ -399,8 +399,8 @@ def test_a_base_that_has_not_learned_the_steps_searches_once_and_does_not_reason
     growing = answering.prepare(Ask(QUESTIONS[0], "search", "base"), events.append)
     answering.join(growing)
     while answering.growing:
-        ended = answering.iterate()
-    ((_, answer),) = ended
+        completions = answering.iterate()
+    ((_, answer),) = completions
     assert answer.search_queries == [QUESTIONS[0]] and [source.title for source in answer.sources] == ["Jelsan Janli"]
     assert answer.final_answer and events[0]["query"] == QUESTIONS[0]
     prompt = answering.engine.layout.tokenizer.decode(growing.transcript.tokens)
@@ -415,7 +415,7 @@ def test_a_server_that_others_can_reach_needs_a_token(monkeypatch, host, capsys)
     assert "R3LITE_TOKEN is not set" in capsys.readouterr().err
     monkeypatch.setenv(listening.TOKEN, "short")
     assert serve.main(["--preset", "tiny", "--retriever", "none", "--host", host]) == 1
-    assert "too short" in (told := capsys.readouterr().err) and "short\n" not in told.replace("too short\n", "")
+    assert "too short" in (stderr := capsys.readouterr().err) and "short\n" not in stderr.replace("too short\n", "")
     monkeypatch.setenv(listening.TOKEN, "k" * 16)
     assert listening.token_of(host) == "k" * 16
 
@@ -430,7 +430,10 @@ def test_on_a_loopback_address_it_needs_none(monkeypatch, host):
 def test_without_its_packages_it_names_the_extra(monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     assert serve.main(["--preset", "tiny", "--retriever", "none"]) == 1
-    assert f"needs the package {package}" in (told := capsys.readouterr().err) and "pip install 'r3lite[serve]'" in told
+    assert (
+        f"needs the package {package}" in (stderr := capsys.readouterr().err)
+        and "pip install 'r3lite[serve]'" in stderr
+    )
 
 
 @pytest.mark.parametrize(

@@ -58,9 +58,9 @@ def write_tokenizer(folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=380, initial_alphabet=alphabet, show_progress=False)
-    written = [Step.from_json(Record(step, Source(""))) for i in range(20) for step in trajectory(i)["steps"]]
+    steps = [Step.from_json(Record(step, Source(""))) for i in range(20) for step in trajectory(i)["steps"]]
     tokenizer.train_from_iterator(
-        [R3("{question}", "{documents}").render(step, 1) for step in written],
+        [R3("{question}", "{documents}").render(step, 1) for step in steps],
         trainer,
     )
     tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")])
@@ -141,16 +141,16 @@ def test_it_learns_in_every_precision_on_the_cpu(toy, tmp_path, dtype):
     assert json.loads((output / "summary.json").read_text())["rows"] == 16
 
 
-def assert_same_run(output: Path, other: Path, total: int) -> None:
+def assert_same_run(output: Path, other_output: Path, total: int) -> None:
     """Weights, optimizer, random stream and metrics are equal to the bit."""
-    assert [metrics.repeatable(r) for r in log(output)] == [metrics.repeatable(r) for r in log(other)]
-    one, two = (checkpoint.read(o / f"checkpoint-{total}") for o in (output, other))
+    assert [metrics.repeatable(r) for r in log(output)] == [metrics.repeatable(r) for r in log(other_output)]
+    one, two = (checkpoint.read(o / f"checkpoint-{total}") for o in (output, other_output))
     for group, tensors in one.tensors.items():
         assert tensors.keys() == two.tensors[group].keys()
         assert all(torch.equal(tensors[k], two.tensors[group][k]) for k in tensors)
     assert one.state["precision"] == two.state["precision"]
     for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (output / "adapter" / name).read_bytes() == (other / "adapter" / name).read_bytes()
+        assert (output / "adapter" / name).read_bytes() == (other_output / "adapter" / name).read_bytes()
 
 
 FP32_AND_BYTES = {torch.float32, torch.uint8}  # weights and moments, whatever the base is in; random states
@@ -158,13 +158,13 @@ FP32_AND_BYTES = {torch.float32, torch.uint8}  # weights and moments, whatever t
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_left_and_resumed_equals_uninterrupted_to_the_bit(toy, tmp_path, dtype):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     arguments = [*toy, *SHORT, "--dtype", dtype, "--epochs", "2", "--validate-every", "3"]
-    assert sft.main([*arguments, "--output", str(whole)]) == 0
+    assert sft.main([*arguments, "--output", str(uninterrupted)]) == 0
     assert sft.main([*arguments, "--output", str(parts), "--stop-after", "4"]) == 0
     assert not (parts / "adapter").exists()
     assert sft.main(["--config", str(parts / "config.toml"), "--resume", "auto"]) == 0
-    assert_same_run(whole, parts, total=10)
+    assert_same_run(uninterrupted, parts, total=10)
     saved = checkpoint.read(parts / "checkpoint-10")
     assert {tensor.dtype for tensors in saved.tensors.values() for tensor in tensors.values()} == FP32_AND_BYTES
     assert bool(saved.state["precision"]["scaler"]) == (dtype == "fp16")
@@ -176,9 +176,9 @@ def start(arguments: list[str]) -> subprocess.Popen:
     return subprocess.Popen(command, cwd=Path(__file__).parent.parent, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(process: subprocess.Popen, there, seconds: float = 60) -> None:
+def wait_for(process: subprocess.Popen, condition, seconds: float = 60) -> None:
     end = time.monotonic() + seconds
-    while not there():
+    while not condition():
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < end
         time.sleep(0.002)
@@ -189,7 +189,7 @@ LONG = [*SHORT, "--max-steps", "20", "--save-every", "6", "--gradient-accumulati
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL on Windows")
 def test_killed_between_checkpoints_and_resumed_equals_uninterrupted_to_the_bit(toy, tmp_path):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
     process = start([*toy, *LONG, "--output", str(parts)])
     wait_for(process, lambda: len(log(parts)) == 8)
     process.kill()
@@ -197,24 +197,24 @@ def test_killed_between_checkpoints_and_resumed_equals_uninterrupted_to_the_bit(
     assert max(checkpoint.folders_by_step(parts)) == 6
     assert 8 <= len(log(parts)) < 12
     assert sft.main([*toy, *LONG, "--output", str(parts), "--resume", "auto"]) == 0
-    assert sft.main([*toy, *LONG, "--output", str(whole)]) == 0
-    assert_same_run(whole, parts, total=20)
+    assert sft.main([*toy, *LONG, "--output", str(uninterrupted)]) == 0
+    assert_same_run(uninterrupted, parts, total=20)
 
 
 def test_a_run_goes_on_with_streamed_layers_or_without_to_the_same_bits(toy, small_model, write_folder, tmp_path):
     """Half a run on a small card may go on on a large one: streaming changes no number."""
     sizes = {"vocab_size": 400, "hidden_size": 128, "intermediate_size": 192}
     write_folder(small_model(**sizes), tmp_path / "model")
-    whole, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
+    uninterrupted, parts, cache = tmp_path / "whole", tmp_path / "parts", tmp_path / "cache"
     arguments = [*toy, "--batch-size", "2", "--max-steps", "6", "--lora-dropout", "0.1", "--nf4-cache", str(cache)]
-    assert sft.main([*arguments, "--quantize", "nf4", "--recompute-layers", "3", "--output", str(whole)]) == 0
+    assert sft.main([*arguments, "--quantize", "nf4", "--recompute-layers", "3", "--output", str(uninterrupted)]) == 0
     streamed, plain = ["--stream-layers"], ["--quantize", "nf4"]
     arguments += ["--resume", "auto", "--output", str(parts)]
     assert sft.main([*arguments, *streamed, "--stop-after", "2"]) == 0
     assert sft.main([*arguments, *plain, "--stop-after", "2"]) == 0
     assert [r["step"] for r in log(parts)] == [1, 2, 3, 4]
     assert sft.main([*arguments, *streamed]) == 0
-    assert_same_run(whole, parts, 6)
+    assert_same_run(uninterrupted, parts, 6)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGTERM to a process on Windows")
@@ -223,11 +223,11 @@ def test_sigterm_saves_and_exits_143(toy, tmp_path):
     process = start([*toy, *LONG, "--output", str(output)])
     wait_for(process, lambda: len(log(output)) >= 2)
     process.terminate()
-    _, told = process.communicate(timeout=60)
-    assert process.returncode == 143, told
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 143, stderr
     newest = checkpoint.newest_valid(output)
     assert checkpoint.read(newest).step == len(log(output)) < 20
-    assert f"--config {output / 'config.toml'} --resume auto" in told
+    assert f"--config {output / 'config.toml'} --resume auto" in stderr
 
 
 def test_it_goes_on_from_the_adapter_of_a_run(toy, tmp_path):
@@ -252,9 +252,9 @@ def test_an_overflow_in_fp16_names_the_layer(toy, tmp_path, capsys, small_model,
     write_folder(model, tmp_path / "model")
     arguments = ["--dtype", "fp16", "--max-steps", "30", "--output", str(tmp_path / "run")]
     assert sft.main([*toy, *SHORT, *arguments]) == 1
-    told = capsys.readouterr().err
-    assert "model.layers.1 was the first layer to give inf or nan" in told
-    assert "Pass --dtype bf16" in told
+    stderr = capsys.readouterr().err
+    assert "model.layers.1 was the first layer to give inf or nan" in stderr
+    assert "Pass --dtype bf16" in stderr
 
 
 @pytest.mark.gpu
@@ -271,9 +271,9 @@ def test_it_learns_in_fp16_on_a_card(toy, tmp_path):
 
 def test_the_plan_and_the_errors_of_the_command_line(toy, tmp_path, capsys):
     assert sft.main([*toy, *SHORT, "--dry-run"]) == 0
-    told = capsys.readouterr().out
-    assert "19 rows, 1 more held out; 5 steps of 4 rows" in told
-    assert "warning: 19 rows make only 5 steps of 4, " in told and "(30 steps or more)" in told
+    stdout = capsys.readouterr().out
+    assert "19 rows, 1 more held out; 5 steps of 4 rows" in stdout
+    assert "warning: 19 rows make only 5 steps of 4, " in stdout and "(30 steps or more)" in stdout
     for enough in (["--epochs", "6.4"], ["--max-steps", "5"]):  # 31 steps; and a length that the user has chosen
         assert sft.main([*toy, *SHORT, *enough, "--dry-run"]) == 0
         assert "warning: " not in capsys.readouterr().out

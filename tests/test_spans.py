@@ -11,13 +11,13 @@ from r3lite import ppo, sft
 from r3lite.core import run_files
 from r3lite.core.spans import NO_SPANS, Spans
 from r3lite.training.trace import CHROME, CLOSED, OPENTELEMETRY
-from tests.cold_start import WORLD, arguments, logged, same
+from tests.cold_start import WORLD, arguments, assert_same_runs, logged
 
 
 def test_spans_know_what_they_are_inside_of():
     spans = Spans()
-    with spans.span("step"), spans.span("rollout") as told:
-        told["episodes"] = 2
+    with spans.span("step"), spans.span("rollout") as attributes:
+        attributes["episodes"] = 2
         start = spans.now()
         worker = threading.Thread(target=spans.add, args=("retrieve", "retriever", start), kwargs={"queries": 3})
         worker.start()
@@ -35,8 +35,8 @@ def test_spans_know_what_they_are_inside_of():
 
 def test_without_spans_no_clock_is_read(monkeypatch):
     monkeypatch.setattr("r3lite.core.spans.time", None)
-    with NO_SPANS.span("rollout", episodes=1) as told:
-        assert told == {"episodes": 1}
+    with NO_SPANS.span("rollout", episodes=1) as attributes:
+        assert attributes == {"episodes": 1}
     NO_SPANS.add("retrieve", "retriever", NO_SPANS.now(), queries=3)
     assert not NO_SPANS.take()
 
@@ -66,7 +66,7 @@ def chrome(cold):
 
 @pytest.mark.slow
 def test_numbers_are_the_same_with_spans_and_without(plain, chrome):
-    same(plain, chrome)
+    assert_same_runs(plain, chrome)
     assert [r["step"] for r in logged(chrome, run_files.METRICS)] == [0, 1, 2, 3, 4]
     assert not (plain / CHROME).exists() and not (plain / OPENTELEMETRY).exists()
 
@@ -109,14 +109,14 @@ def test_generations_have_the_prompt_lengths_of_the_episodes(chrome):
         ]  # fmt: skip
         turns = sum(len(e["steps"]) for e in logged(chrome, "episodes.jsonl") if e["step"] == record["step"])
         assert len(inside) == turns
-        written = sum(e["args"]["new_tokens"] for e in inside)
-        assert written / 6 == pytest.approx(record["completions/mean_length"])
+        new_tokens = sum(e["args"]["new_tokens"] for e in inside)
+        assert new_tokens / 6 == pytest.approx(record["completions/mean_length"])
         last = {}
         for e in sorted(inside, key=lambda e: e["ts"]):  # a prompt holds all that came before
-            before = last.get(e["tid"])
-            if before:
-                assert e["args"]["turn"] == before["turn"] + 1
-                assert e["args"]["prompt_tokens"] >= before["prompt_tokens"] + before["new_tokens"]
+            previous = last.get(e["tid"])
+            if previous:
+                assert e["args"]["turn"] == previous["turn"] + 1
+                assert e["args"]["prompt_tokens"] >= previous["prompt_tokens"] + previous["new_tokens"]
             last[e["tid"]] = e["args"]
 
 
@@ -131,23 +131,23 @@ def test_opentelemetrys_own_messages_hold_the_spans_of_sft(cold):
     with open(output / OPENTELEMETRY, "a", encoding="utf-8") as file:
         file.write('{"resourceSpans":[{"res')  # torn by a kill
     assert sft.main(flags) == 0
-    found = []
+    spans_by_step = []
     for line in logged(output, OPENTELEMETRY):
-        for told in line["resourceSpans"][0]["scopeSpans"][0]["spans"]:
-            for key in {"traceId", "spanId", "parentSpanId"} & told.keys():  # hexadecimal in OTLP, base64 in protobuf
-                told[key] = base64.b64encode(bytes.fromhex(told[key])).decode()
+        for span in line["resourceSpans"][0]["scopeSpans"][0]["spans"]:
+            for key in {"traceId", "spanId", "parentSpanId"} & span.keys():  # hexadecimal in OTLP, base64 in protobuf
+                span[key] = base64.b64encode(bytes.fromhex(span[key])).decode()
         data = json_format.ParseDict(line, trace.TracesData(), ignore_unknown_fields=False)
         (resource,) = data.resource_spans
         about = {a.key: a.value.string_value for a in resource.resource.attributes}
         assert about == {"service.name": "r3lite", "r3lite.command": "sft", "r3lite.run": "sft-spans"}
-        found.append(resource.scope_spans[0].spans)
-    names = [[s.name for s in spans] for spans in found]
+        spans_by_step.append(resource.scope_spans[0].spans)
+    names = [[s.name for s in spans] for spans in spans_by_step]
     assert names == [
         ["update", "step"],
         ["update", "validate", "checkpoint", "step"],
         ["update", "validate", "checkpoint", "step"],
     ]
-    for step, spans in enumerate(found, 1):
+    for step, spans in enumerate(spans_by_step, 1):
         (root,) = [s for s in spans if not s.parent_span_id]
         assert root.name == "step" and len(root.trace_id) == 16 and len(root.span_id) == 8
         for s in spans:
@@ -157,4 +157,4 @@ def test_opentelemetrys_own_messages_hold_the_spans_of_sft(cold):
                 root.start_time_unix_nano <= s.start_time_unix_nano <= s.end_time_unix_nano <= root.end_time_unix_nano
             )
             assert {a.key: a.value for a in s.attributes}["r3lite.step"].int_value == step
-    assert len({spans[0].trace_id for spans in found}) == 3
+    assert len({spans[0].trace_id for spans in spans_by_step}) == 3

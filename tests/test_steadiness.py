@@ -15,7 +15,7 @@ from r3lite.rollout.engine import Engine
 from r3lite.settings import SftConfig
 from r3lite.training import checkpoint, loop, metrics
 from tests.cold_start import arguments as rl_flags
-from tests.cold_start import logged, same
+from tests.cold_start import assert_same_runs, logged
 from tests.memory.test_shrinking import FIXED, failing, paid, run_rl  # noqa: F401 (a fixture)
 from tests.memory.test_shrinking import toy as toy_of_rl  # noqa: F401 (a fixture)
 from tests.test_sft import toy  # noqa: F401 (a fixture)
@@ -124,16 +124,18 @@ def test_the_longest_episodes_are_rehearsed_before_any_is_sampled_and_leave_no_t
     questions = ["--eval-data", str(tmp_path / "questions.jsonl"), "--eval-questions", "2"]
     flags = ["--algorithm", algorithm, *ALGORITHMS[algorithm], *questions]
     assert run_rl(toy_of_rl, tmp_path / "plain", *flags) == 0
-    passes, run, before = request.getfixturevalue("rehearsing"), Engine.run, []
-    monkeypatch.setattr(Engine, "run", lambda self, *given: (before.append(len(passes)), run(self, *given))[1])
+    passes = request.getfixturevalue("rehearsing")
+    run = Engine.run
+    pass_counts = []
+    monkeypatch.setattr(Engine, "run", lambda self, *args: (pass_counts.append(len(passes)), run(self, *args))[1])
     read, scored = TeacherInTurns.read, []  # tokens of what a teacher is given, and passes before it
     tokens_of = lambda batch: (sum(map(len, batch.token_rows())), len(passes))  # noqa: E731
     monkeypatch.setattr(TeacherInTurns, "read", lambda self, b: (scored.append(tokens_of(b)), read(self, b))[1])
     assert run_rl(toy_of_rl, tmp_path / "rehearsed", *flags) == 0
     assert scored[:1] == ([(3 * 64, 0)] if algorithm == "dgpo" else [])
     assert passes[0] == max(passes) == 3 * 64  # --micro-batch-size episodes of --max-length tokens
-    assert before[:2] == [1, 1] and len(before) == 4  # a validation before the two rounds and one after them
-    same(tmp_path / "plain", tmp_path / "rehearsed", 2)
+    assert pass_counts[:2] == [1, 1] and len(pass_counts) == 4  # a validation before the two rounds and one after them
+    assert_same_runs(tmp_path / "plain", tmp_path / "rehearsed", 2)
     one, two = (checkpoint.read(tmp_path / name / "checkpoint-2").state["kept"] for name in ("plain", "rehearsed"))
     assert one == two and {"guard", "memory"} <= one.keys()
     assert any(record["grad_norm"] for record in logged(tmp_path / "plain", "metrics.jsonl")[1:])
@@ -149,15 +151,15 @@ def test_episodes_that_do_not_fit_fail_before_any_is_sampled(
     fixed,
 ):
     run, sampling = Engine.run, []
-    monkeypatch.setattr(Engine, "run", lambda self, *given: (sampling.append(self.grant.memory), run(self, *given))[1])
+    monkeypatch.setattr(Engine, "run", lambda self, *args: (sampling.append(self.grant.memory), run(self, *args))[1])
     failing(monkeypatch, Learner, "loss", {1})
     status = run_rl(toy_of_rl, tmp_path / "run", *fixed)
-    told = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     if fixed:
-        assert status == 1 and not sampling and "no size can be reduced further" in told and "Traceback" not in told
+        assert status == 1 and not sampling and "no size can be reduced further" in stderr and "Traceback" not in stderr
         assert list(checkpoint.folders_by_step(tmp_path / "run")) == []
     else:
-        assert status == 0 and "the step is repeated with micro_batch_tokens 8192 -> 4096" in told
+        assert status == 0 and "the step is repeated with micro_batch_tokens 8192 -> 4096" in stderr
         assert {memory.micro_batch_tokens for memory in sampling} == {4096}
 
 

@@ -20,7 +20,7 @@ from r3lite.models.weights import resolve_folder
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rewards.reward import EpisodeReward
 from r3lite.rl.batch import Batch, Rollout
-from tests.cold_start import SHORT, WORLD, arguments, logged, same
+from tests.cold_start import SHORT, WORLD, arguments, assert_same_runs, logged
 from tests.errors import raises
 
 TINY = resolve_folder("tiny")
@@ -36,8 +36,8 @@ def trajectories(tmp_path_factory) -> str:
     return str(path)
 
 
-def collected(trajectories: str, folder, *more: str) -> int:
-    return collect.main([*CPU, "--teacher-logprobs", str(folder), "--data", trajectories, *more])
+def collected(trajectories: str, folder, *extra_flags: str) -> int:
+    return collect.main([*CPU, "--teacher-logprobs", str(folder), "--data", trajectories, *extra_flags])
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +54,10 @@ def lessons(folder) -> dict[str, Lesson]:
 def test_what_is_kept_is_what_transformers_says(cache, trajectories):
     transformers = pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
-    found, size = lessons(cache), Tokenizer.load(TINY).size
-    assert list(found) == [row.values["id"] for row in read_jsonl(trajectories)]
-    for lesson in found.values():
+    cached_lessons = lessons(cache)
+    size = Tokenizer.load(TINY).size
+    assert list(cached_lessons) == [row.values["id"] for row in read_jsonl(trajectories)]
+    for lesson in cached_lessons.values():
         with torch.no_grad():
             logits = model(torch.tensor([lesson.row.tokens])).logits[0, :-1, :size]
         expected = logits.log_softmax(-1)[torch.tensor(lesson.row.action_mask[1:])].topk(8)
@@ -72,7 +73,8 @@ def test_a_cache_that_was_stopped_goes_on_and_is_the_same_to_the_bit(trajectorie
     for module in (teacher_cache, teacher_logprobs):
         monkeypatch.setattr(module, "ROWS_PER_PART", 2)
     assert collected(trajectories, tmp_path / "whole") == 0
-    write, written = teacher_logprobs.write_part, []
+    write = teacher_logprobs.write_part
+    part_numbers = []
 
     def stops(folder, number, **part):
         if number == 1:
@@ -85,15 +87,15 @@ def test_a_cache_that_was_stopped_goes_on_and_is_the_same_to_the_bit(trajectorie
         lessons(tmp_path / "parts")
 
     def counted(folder, number, **part):
-        written.append(number)
+        part_numbers.append(number)
         write(folder, number, **part)
 
     monkeypatch.setattr(teacher_logprobs, "write_part", counted)
     assert collected(trajectories, tmp_path / "parts") == 0
-    assert written == [1, 2]
-    assert collected(trajectories, tmp_path / "parts") == 0 and written == [1, 2]  # nothing is left to do
-    whole, parts = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("whole", "parts"))
-    assert whole == parts and len(whole) == 4
+    assert part_numbers == [1, 2]
+    assert collected(trajectories, tmp_path / "parts") == 0 and part_numbers == [1, 2]  # nothing is left to do
+    full_run, parts = ({p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("whole", "parts"))
+    assert full_run == parts and len(full_run) == 4
 
 
 def test_a_cache_of_something_else_is_not_gone_on_with(trajectories, cache, tmp_path, capsys):
@@ -111,16 +113,16 @@ def test_a_cache_of_something_else_is_not_gone_on_with(trajectories, cache, tmp_
     assert collect.main([*CPU, "--teacher-logprobs", "a", "--data", trajectories, "--output", "b"]) == 2
 
 
-def dgpo(cold, output, *more: str) -> list[str]:
-    return arguments(cold, output, "--algorithm", "dgpo", *SHORT.split(), "--dtype", "fp32", *more)
+def dgpo(cold, output, *extra_flags: str) -> list[str]:
+    return arguments(cold, output, "--algorithm", "dgpo", *SHORT.split(), "--dtype", "fp32", *extra_flags)
 
 
 def test_ppo_learns_from_a_cache_and_goes_on_to_the_bit(cold, cache, tmp_path):
-    whole, parts = (dgpo(cold, tmp_path / name, "--teacher-logprobs", str(cache)) for name in ("whole", "parts"))
-    assert ppo.main(whole) == 0
+    full_run, parts = (dgpo(cold, tmp_path / name, "--teacher-logprobs", str(cache)) for name in ("whole", "parts"))
+    assert ppo.main(full_run) == 0
     assert ppo.main([*parts, "--stop-after", "1"]) == 0
     assert ppo.main([*parts, "--resume", "auto"]) == 0
-    same(tmp_path / "whole", tmp_path / "parts", 2)
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts", 2)
     for record in logged(tmp_path / "whole", "metrics.jsonl"):
         assert record["teacher/failed"] == record["teacher/guided"] > 0 and record["teacher/kl"] > 0
         assert record["teacher/failed"] == pytest.approx(1 - record["rewards/em/mean"])
@@ -148,8 +150,8 @@ def test_a_teacher_with_other_tokens_is_refused(cold, cache, tmp_path, capsys):
     folder = shutil.copytree(TINY, tmp_path / "teacher")
     definition = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = definition["model"]["vocab"]
-    one, other = [token for token in vocabulary if len(token) > 3][:2]
-    vocabulary[one], vocabulary[other] = vocabulary[other], vocabulary[one]
+    first_token, second_token = [token for token in vocabulary if len(token) > 3][:2]
+    vocabulary[first_token], vocabulary[second_token] = vocabulary[second_token], vocabulary[first_token]
     (folder / "tokenizer.json").write_text(json.dumps(definition), encoding="utf-8")
     assert ppo.main(dgpo(cold, tmp_path / "run", "--teacher", str(folder))) == 1
     assert f"the teacher {folder} and the policy tiny have different tokenizers" in capsys.readouterr().err
@@ -158,19 +160,19 @@ def test_a_teacher_with_other_tokens_is_refused(cold, cache, tmp_path, capsys):
 
 
 def test_the_adapter_of_another_base_is_refused(cold, tmp_path, capsys, small_model, write_folder):
-    other = write_folder(small_model(vocab_size=1024), tmp_path / "other")
+    other_base = write_folder(small_model(vocab_size=1024), tmp_path / "other")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(TINY / name, other / name)
-    flags = ["--teacher", str(other), "--teacher-adapter", str(cold / "sft")]
+        shutil.copy(TINY / name, other_base / name)
+    flags = ["--teacher", str(other_base), "--teacher-adapter", str(cold / "sft")]
     assert ppo.main(dgpo(cold, tmp_path / "run", *flags)) == 1
     assert "was trained on another base" in capsys.readouterr().err
 
 
 def test_a_teacher_that_is_the_policy_says_nothing_new(cold, tmp_path):
     """In turns, along the policy's own tokens: before the first step the divergence is 0, with its adapter, not NF4."""
-    own = ["--teacher", "tiny", "--teacher-adapter", str(cold / "sft"), "--teacher-top", "1024"]
+    teacher_flags = ["--teacher", "tiny", "--teacher-adapter", str(cold / "sft"), "--teacher-top", "1024"]
     for name, quantize, low, high in (("none", "none", 0, 1e-6), ("nf4", "nf4", 1e-4, 1)):
-        flags = [*own, "--teacher-quantize", quantize, "--nf4-cache", "none", "--max-steps", "1"]
+        flags = [*teacher_flags, "--teacher-quantize", quantize, "--nf4-cache", "none", "--max-steps", "1"]
         assert ppo.main(dgpo(cold, tmp_path / name, *flags)) == 0
         (record,) = logged(tmp_path / name, "metrics.jsonl")
         assert low <= record["teacher/kl"] < high and record["teacher/guided"] > 0

@@ -25,8 +25,8 @@ def test_passages_of_retrieve(tmp_path, capsys):
     (tmp_path / "c.jsonl").write_text(json.dumps(passage) + "\n", encoding="utf-8")
     flags = ["--corpus", str(tmp_path / "c.jsonl"), "--encoder", "hashing", "--query", "Blue Harbor"]
     assert retrieve.main(flags) == 0
-    told = capsys.readouterr().out
-    assert "Blue Harbor" in told and not steers(told)
+    stdout = capsys.readouterr().out
+    assert "Blue Harbor" in stdout and not steers(stdout)
 
 
 @pytest.mark.parametrize("flags", [[], ["--match", "a lease", "--procedures-by", "triggers"]])
@@ -34,10 +34,11 @@ def test_procedures(tmp_path, capsys, flags):
     row = {"name": f"A{HOSTILE}", "description": HOSTILE, "trigger": "lease", "steps": [{"action": HOSTILE}]}
     (tmp_path / "p.json").write_text(json.dumps(row))
     assert procedures.main(["--procedures", str(tmp_path / "p.json"), *flags]) == 0
-    told = capsys.readouterr().out
-    assert "red" in told and not steers(told)
+    stdout = capsys.readouterr().out
+    assert "red" in stdout and not steers(stdout)
 
 
 def test_errors(capsys):
     say_error(f"the server says {HOSTILE}")
-    assert not steers(capsys.readouterr().err)
+    stderr = capsys.readouterr().err
+    assert "the server says" in stderr and "red" in stderr and not steers(stderr)

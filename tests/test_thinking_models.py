@@ -64,8 +64,8 @@ def sources(tmp_path_factory) -> Path:
 def taught(family, base, sources, tmp_path_factory) -> Path:
     """The run folder of SFT on the traces."""
     output = tmp_path_factory.mktemp("taught") / "sft"
-    given = ["--model", str(base), "--config", str(sources), "--output", str(output), *THINKS[family]]
-    assert sft.main([*TAUGHT.split(), *given]) == 0
+    flags = ["--model", str(base), "--config", str(sources), "--output", str(output), *THINKS[family]]
+    assert sft.main([*TAUGHT.split(), *flags]) == 0
     assert logged(output, "metrics.jsonl")[-1]["loss"] < 0.2
     return output
 
@@ -74,30 +74,30 @@ def taught(family, base, sources, tmp_path_factory) -> Path:
 def trained(family, base, sources, taught, tmp_path_factory) -> Path:
     """The run folder of a round of GRPO from there."""
     output = tmp_path_factory.mktemp("trained") / "ppo"
-    given = ["--model", str(base), "--adapter", str(taught), "--config", str(sources), "--output", str(output)]
-    assert ppo.main([*ROUND.split(), *given, *THINKS[family]]) == 0
+    flags = ["--model", str(base), "--adapter", str(taught), "--config", str(sources), "--output", str(output)]
+    assert ppo.main([*ROUND.split(), *flags, *THINKS[family]]) == 0
     return output
 
 
 def test_a_round_of_rl_scores_what_follows_the_thought(trained):
     episodes = logged(trained, "episodes.jsonl")
-    whole = [e for e in episodes if e["finish"] == "answered" and not e["steps"][0].get("faults")]
-    assert len(episodes) == 8 and whole
+    well_formed = [e for e in episodes if e["finish"] == "answered" and not e["steps"][0].get("faults")]
+    assert len(episodes) == 8 and well_formed
     assert all(e["rewards"]["em"] == (e["prediction"] == "Oslo") for e in episodes)
-    assert any(e["steps"][0]["analysis"] == "Norway." and e["prediction"] == "Oslo" for e in whole)
+    assert any(e["steps"][0]["analysis"] == "Norway." and e["prediction"] == "Oslo" for e in well_formed)
     assert not any("think>" in e["prediction"] for e in episodes)
 
 
 def test_thoughts_to_train_on_where_they_are_switched_off_are_refused(family, base, sources, taught, tmp_path, capsys):
     """The template would end each thought before the reply begins: a row would have two, an episode no answer."""
     if family == "r1":
-        return  # it has no switch
-    given = ["--model", str(base), "--config", str(sources), "--output", str(tmp_path / "run")]
-    assert sft.main([*TAUGHT.split(), *given]) == 1
+        pytest.skip("its template has no switch")
+    flags = ["--model", str(base), "--config", str(sources), "--output", str(tmp_path / "run")]
+    assert sft.main([*TAUGHT.split(), *flags]) == 1
     assert "thinking is off in the chat template\n  Pass --thinking on" in capsys.readouterr().err
-    assert ppo.main([*ROUND.split(), *given, "--adapter", str(taught), "--thinking", "off"]) == 1
-    told = capsys.readouterr().err
-    assert f"{taught} was trained on --thinking on (here auto)" in told and "\n  Pass --thinking on" in told
+    assert ppo.main([*ROUND.split(), *flags, "--adapter", str(taught), "--thinking", "off"]) == 1
+    stderr = capsys.readouterr().err
+    assert f"{taught} was trained on --thinking on (here auto)" in stderr and "\n  Pass --thinking on" in stderr
 
 
 @pytest.mark.parametrize("thinking", ["on", "off", "auto"])
@@ -109,14 +109,14 @@ def test_a_question_is_answered_without_showing_the_thought(family, base, traine
     model += ["--retriever", "none", "--init-prompt", str(tmp_path / "prompt.txt")]
     scored = ["--data", str(tmp_path / "questions.jsonl"), "--output", str(tmp_path / "evaluation")]
     codes = ask.main(["Capital 3?", *model]), evaluate.main([*scored, *model])
-    out, told = capsys.readouterr()
+    stdout, stderr = capsys.readouterr()
     if (family, thinking) == ("r1", "off"):
-        assert codes == (1, 1) and told.count("does not support --thinking off") == 2
+        assert codes == (1, 1) and stderr.count("does not support --thinking off") == 2
         return
-    assert codes == (0, 0) and told.count("was trained on chats without steps (here --format r3)") == 2
-    assert ("--thinking on (here auto)" in told) == (family == "qwen3" and thinking != "on")
+    assert codes == (0, 0) and stderr.count("was trained on chats without steps (here --format r3)") == 2
+    assert ("--thinking on (here auto)" in stderr) == (family == "qwen3" and thinking != "on")
     if family == "r1" or thinking == "on":  # as it was taught
-        assert out.startswith("Oslo\n\nno answer: step 1 does not open with `Step k:`")
+        assert stdout.startswith("Oslo\n\nno answer: step 1 does not open with `Step k:`")
     (row,) = logged(tmp_path / "evaluation", "predictions.jsonl")
     assert not any("Norway" in text or "think>" in text for text in (row["prediction"], row["steps"][0]["analysis"]))
 
@@ -137,16 +137,16 @@ def test_serve_answers_in_a_plain_chat(family, base, trained):
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             url = next(line for line in process.stdout if "http://" in line).split()[0]
-            whole, cut = (replied(f"{url}/v1/chat/completions", most) for most in (30, 4))
+            complete, cut = (replied(f"{url}/v1/chat/completions", max_tokens) for max_tokens in (30, 4))
         finally:
             process.terminate()
-    assert (whole["message"]["content"], whole["finish_reason"]) == ("Oslo", "stop")
+    assert (complete["message"]["content"], complete["finish_reason"]) == ("Oslo", "stop")
     assert (cut["message"]["content"] or "", cut["finish_reason"]) == ("", "length")
 
 
-def replied(url: str, most: int) -> dict:
+def replied(url: str, max_tokens: int) -> dict:
     messages = [{"role": "user", "content": "Capital 3?"}]
-    body = json.dumps({"model": "chat", "messages": messages, "max_tokens": most}).encode()
+    body = json.dumps({"model": "chat", "messages": messages, "max_tokens": max_tokens}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=30) as reply:
         return json.load(reply)["choices"][0]

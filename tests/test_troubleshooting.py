@@ -14,13 +14,13 @@ def messages() -> list[str]:
 
 def texts_of(source: Path) -> list[str]:
     """The texts of a file; in f-strings `...` stands for what is filled in."""
-    found = []
+    literals = []
     for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
-            found.append("".join(v.value if isinstance(v, ast.Constant) else "..." for v in node.values))
+            literals.append("".join(v.value if isinstance(v, ast.Constant) else "..." for v in node.values))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            found.append(node.value)
-    return found
+            literals.append(node.value)
+    return literals
 
 
 def test_every_message_is_one_of_the_codes_own():

@@ -15,6 +15,7 @@ from r3lite.settings import ProtocolSettings
 from r3lite.tuning.history import History
 from tests.errors import shows
 from tests.evaluating import token_of
+from tests.fake_gemini import text_reply
 
 WORLD = shipped("data", "world")
 FIRST = "Hurry. The question: {question}"
@@ -26,8 +27,8 @@ def files(tmp_path):
     """The first prompt, and questions: those to be criticized for, and those to be scored on."""
     (tmp_path / "first.txt").write_text(f"{FIRST}\n", encoding="utf-8")
     for name in ("train", "dev"):
-        asked = [f"Where is {name} {i}?" for i in range(QUESTIONS)]
-        rows = [{"id": f"{name}{i}", "question": text, "answer": f"place {i}"} for i, text in enumerate(asked)]
+        questions = [f"Where is {name} {i}?" for i in range(QUESTIONS)]
+        rows = [{"id": f"{name}{i}", "question": text, "answer": f"place {i}"} for i, text in enumerate(questions)]
         write_jsonl(tmp_path / f"{name}.jsonl", rows)
     return tmp_path
 
@@ -35,7 +36,7 @@ def files(tmp_path):
 @pytest.fixture
 def model(monkeypatch):
     """A model that answers the first two questions for each exclamation mark in its prompt; counts its episodes."""
-    begun = []
+    question_ids = []
 
     def sample(engine, logits, batch):
         tokens = []
@@ -43,18 +44,18 @@ def model(monkeypatch):
             tokenizer = engine.layout.tokenizer
             prompt, number = tokenizer.decode(sequence.tokens), int(sequence.question.id[-1])
             if not sequence.turn and not depth:
-                begun.append(sequence.question.id)
+                question_ids.append(sequence.question.id)
             answer = sequence.question.answers[0] if number < 2 * prompt.count("!") else "nowhere"
-            said = f"Step 1:\nThe problem analysis: I hurry.\nThe final answer: {answer}"
-            tokens.append(token_of(tokenizer, said, len(sequence.turn) + depth))
+            completion = f"Step 1:\nThe problem analysis: I hurry.\nThe final answer: {answer}"
+            tokens.append(token_of(tokenizer, completion, len(sequence.turn) + depth))
         return torch.tensor(tokens), torch.zeros(len(tokens))
 
     monkeypatch.setattr(Engine, "_sample", sample)
-    return begun
+    return question_ids
 
 
 @pytest.fixture
-def critic(gemini, answers):
+def critic(gemini):
     """A strict critic: of four edits of a prompt one adds a mark, and three are no prompts."""
 
     def reply(body):
@@ -69,7 +70,7 @@ def critic(gemini, answers):
                 assert episode["question"].startswith("Where is train") and episode["final_answer"] == "nowhere"
                 assert episode["steps"][0]["faults"] == []
             number = system.partition("yours is number ")[2][0]
-            return answers.said(json.dumps({"critique": f"Cause {number}: it hurries."}))
+            return text_reply(json.dumps({"critique": f"Cause {number}: it hurries."}))
         assert set(data) == {"prompt", "critique", "form"} and "{question}" in system
         edit = {
             "1": data["prompt"] + "!",
@@ -77,7 +78,7 @@ def critic(gemini, answers):
             "3": data["prompt"],
             "4": "{question} {question} {answer}",
         }[data["critique"][6]]
-        return answers.said(json.dumps({"prompt": edit}))
+        return text_reply(json.dumps({"prompt": edit}))
 
     gemini.script = reply
     return gemini
@@ -85,11 +86,11 @@ def critic(gemini, answers):
 
 @pytest.fixture
 def run(files, critic):
-    def start(*more, output="out"):
+    def start(*extra, output="out"):
         data = ["--data", str(files / "train.jsonl"), "--eval-data", str(files / "dev.jsonl"), "--retriever", "none"]
-        asked = ["--judge", "gemini", "--judge-base-url", critic.url, "--judge-concurrency", "1", "--judge-rpm", "1000"]
+        judge = ["--judge", "gemini", "--judge-base-url", critic.url, "--judge-concurrency", "1", "--judge-rpm", "1000"]
         sizes = ["--beam", "2", "--branch", "4", "--rounds", "2", "--init-prompt", str(files / "first.txt")]
-        flags = ["--preset", "tiny", "--dtype", "fp32", *data, *asked, *sizes, "--output", str(files / output), *more]
+        flags = ["--preset", "tiny", "--dtype", "fp32", *data, *judge, *sizes, "--output", str(files / output), *extra]
         return tune_prompt.main(flags)
 
     return start
@@ -147,25 +148,28 @@ def test_two_rounds_by_hand(run, model, critic, files, capsys):
     assert (files / "out" / "best_prompt.txt").read_text(encoding="utf-8") == f"{FIRST}!!\n"
     assert len(critic.requests) == 2 * 12
     assert model.count("dev0") == 3 and model.count("train0") == 3  # three prompts scored; one and then two tried
-    told = capsys.readouterr().out
-    assert "critic: 24 requests, 0 replies from the cache, 0.0" in told
-    assert "rejected: 2, from 0: it lost {question}" in told
-    assert "best: prompt 5, f1 0.500 [" in told and "the first had 0.000 [" in told
+    stdout = capsys.readouterr().out
+    assert "critic: 24 requests, 0 replies from the cache, 0.0" in stdout
+    assert "rejected: 2, from 0: it lost {question}" in stdout
+    assert "best: prompt 5, f1 0.500 [" in stdout and "the first had 0.000 [" in stdout
     assert (
         run() == 0 and len(critic.requests) == 24 and len(model) == 6 * QUESTIONS
     )  # it is over: nothing is done again
-    assert capsys.readouterr().out.splitlines()[:4] == told.splitlines()[:4]
+    assert capsys.readouterr().out.splitlines()[:4] == stdout.splitlines()[:4]
 
 
 def test_killed_anywhere_it_goes_on_and_asks_and_scores_nothing_twice(run, model, critic, files, monkeypatch):
     """Before each write: the first prompt's score, its round, two new prompts, the score of one, and a round."""
-    small, write, left = ["--rounds", "1", "--branch", "2"], History._write, [0]
+    small = ["--rounds", "1", "--branch", "2"]
+    write = History._write
+    writes_left = [0]
     assert run(*small, output="whole") == 0
-    asked, whole = len(critic.requests), read(files / "whole")
+    request_count = len(critic.requests)
+    uninterrupted = read(files / "whole")
 
     def dies(history):
-        left[0] -= 1
-        if left[0] == 0:
+        writes_left[0] -= 1
+        if writes_left[0] == 0:
             raise KeyboardInterrupt
         write(history)
 
@@ -173,20 +177,20 @@ def test_killed_anywhere_it_goes_on_and_asks_and_scores_nothing_twice(run, model
     for kill in range(1, 7):
         model.clear()
         critic.requests.clear()
-        left[0] = kill
+        writes_left[0] = kill
         assert run(*small, output=f"killed {kill}") == 130
         assert run(*small, output=f"killed {kill}") == 0
-        assert read(files / f"killed {kill}") == whole
-        assert len(critic.requests) == asked == 4 and model.count("dev0") == 2
-    left[0] = 7
+        assert read(files / f"killed {kill}") == uninterrupted
+        assert len(critic.requests) == request_count == 4 and model.count("dev0") == 2
+    writes_left[0] = 7
     assert run(*small, output="to its end") == 0
 
 
 def test_a_cap_on_calls_ends_it_with_the_best_so_far_and_more_calls_go_on(run, model, critic, files, capsys):
     assert run("--judge-max-calls", "5") == 0  # four critiques, and the edit after the first
-    told = capsys.readouterr().out
-    assert "stopped before the end: --judge-max-calls 5 is reached" in told
-    assert "best: prompt 1, f1 0.250" in told
+    stdout = capsys.readouterr().out
+    assert "stopped before the end: --judge-max-calls 5 is reached" in stdout
+    assert "best: prompt 1, f1 0.250" in stdout
     assert (files / "out" / "best_prompt.txt").read_text(encoding="utf-8") == f"{FIRST}!\n"
     assert len(critic.requests) == 5 and len(read(files / "out")["rounds"]) == 1
     assert run("--judge-max-calls", "19") == 0
@@ -203,27 +207,27 @@ def test_a_cap_on_money_ends_it_too(run, model, critic, files, capsys):
     assert (files / "out" / "best_prompt.txt").exists()
 
 
-def test_replies_that_are_none_are_rejected_and_if_all_are_it_stops(run, model, critic, answers, files, capsys):
+def test_replies_that_are_none_are_rejected_and_if_all_are_it_stops(run, model, critic, files, capsys):
     good = critic.script
-    critic.script = lambda body: answers.said("oops")
+    critic.script = lambda body: text_reply("oops")
     assert run() == 1
-    told = capsys.readouterr().err
-    assert shows(told, "critic-useless", "4", "the reply is not valid JSON")
+    stderr = capsys.readouterr().err
+    assert shows(stderr, "critic-useless", "4", "the reply is not valid JSON")
     assert (files / "out" / "best_prompt.txt").read_text(encoding="utf-8") == f"{FIRST}\n"
     replies = ["oops", json.dumps({"critique": " "}), json.dumps({"prompt": 7})]
-    critic.script = lambda body: answers.said(replies.pop()) if replies else good(body)
+    critic.script = lambda body: text_reply(replies.pop()) if replies else good(body)
     assert run("--rounds", "1") == 0
     rejected = [c["rejected"] for c in read(files / "out")["candidates"][1:4]]
     assert rejected == ["the reply is JSON, but not of the requested form"] * 2 + ["the reply is not valid JSON"]
 
 
-def test_a_prompt_too_long_for_an_episode_is_rejected(run, model, critic, answers, files):
+def test_a_prompt_too_long_for_an_episode_is_rejected(run, model, critic, files):
     good = critic.script
 
     def long(body):
-        made = good(body)
+        reply = good(body)
         key = body["generationConfig"]["responseSchema"]["required"][0]
-        return made if key == "critique" else answers.said(json.dumps({"prompt": "{question}" + " word" * 2000}))
+        return reply if key == "critique" else text_reply(json.dumps({"prompt": "{question}" + " word" * 2000}))
 
     critic.script = long
     assert run("--rounds", "1", "--branch", "1") == 0
@@ -260,34 +264,37 @@ def test_errors_and_dry_run(run, model, critic, files, capsys):
     assert run("--format", "tags", "--init-prompt", "none", "--improve", "step_prompt") == 2
     assert shows(capsys.readouterr().err, "prompt-absent", "tags")
     assert run("--beam", "4", "--rounds", "3", "--dry-run") == 0
-    told = capsys.readouterr().out
-    assert "At most 72 calls of the critic (36 critiques, 36 edits) and 37 prompts scored" in told
+    stdout = capsys.readouterr().out
+    assert "At most 72 calls of the critic (36 critiques, 36 edits) and 37 prompts scored" in stdout
     assert not (files / "out").exists() and critic.requests == []
 
 
 def test_the_formats_own_prompts_are_those_that_are_named():
+    files = []
     for name in PROTOCOLS:
         for which in ("init_prompt", "step_prompt"):
             plain = ProtocolSettings(format=name)
             if file := prompt_file(plain, which):
+                files.append(file)
                 assert shipped(file).exists()
                 assert build_protocol(replace(plain, **{which: file})) == build_protocol(plain)
+    assert len(files) >= len(PROTOCOLS)  # each format has an initial prompt
 
 
-def test_the_step_prompt_can_be_improved_too(files, critic, model, answers):
+def test_the_step_prompt_can_be_improved_too(files, critic, model):
     (files / "step.txt").write_text("Found: {documents}\nStep {step}", encoding="utf-8")
     good = critic.script
     lost = json.dumps({"prompt": "Found: {documents}"})
 
     def reply(body):
         key = body["generationConfig"]["responseSchema"]["required"][0]
-        return answers.said(lost) if key == "prompt" else good(body)
+        return text_reply(lost) if key == "prompt" else good(body)
 
     critic.script = reply
     data = ["--data", str(files / "train.jsonl"), "--eval-data", str(files / "dev.jsonl"), "--retriever", "none"]
-    asked = ["--judge", "gemini", "--judge-base-url", critic.url, "--rounds", "1", "--branch", "1"]
-    more = ["--improve", "step_prompt", "--step-prompt", str(files / "step.txt"), "--output", str(files / "out")]
-    assert tune_prompt.main(["--preset", "tiny", "--dtype", "fp32", *data, *asked, *more]) == 0
+    judge = ["--judge", "gemini", "--judge-base-url", critic.url, "--rounds", "1", "--branch", "1"]
+    prompts = ["--improve", "step_prompt", "--step-prompt", str(files / "step.txt"), "--output", str(files / "out")]
+    assert tune_prompt.main(["--preset", "tiny", "--dtype", "fp32", *data, *judge, *prompts]) == 0
     assert read(files / "out")["candidates"][1]["rejected"] == "it lost {step}"
 
 
@@ -296,7 +303,7 @@ MISLEADING = "Step 1:\nThe problem analysis: nothing is missing.\nThe final answ
 
 
 @pytest.mark.slow
-def test_a_bad_prompt_is_improved_on_the_sample_world(cold, gemini, answers, tmp_path):
+def test_a_bad_prompt_is_improved_on_the_sample_world(cold, gemini, tmp_path):
     """The tiny model, taught with `The question: {question}` alone, scores; the critic's k-th edit drops the k-th line.
 
     After half as many steps of SFT the model does not react to its prompt yet.
@@ -310,12 +317,10 @@ def test_a_bad_prompt_is_improved_on_the_sample_world(cold, gemini, answers, tmp
         system = body["systemInstruction"]["parts"][0]["text"]
         data = json.loads(body["contents"][0]["parts"][0]["text"])
         if "critique" not in data:
-            return answers.said(
-                json.dumps({"critique": f"Line {system.partition('yours is number ')[2][0]} misleads."})
-            )
+            return text_reply(json.dumps({"critique": f"Line {system.partition('yours is number ')[2][0]} misleads."}))
         lines = [line for line in data["prompt"].splitlines() if line]
-        kept = [line for number, line in enumerate(lines, 1) if number != int(data["critique"].split()[1])]
-        return answers.said(json.dumps({"prompt": "\n".join(kept) or "none"}))
+        remaining_lines = [line for number, line in enumerate(lines, 1) if number != int(data["critique"].split()[1])]
+        return text_reply(json.dumps({"prompt": "\n".join(remaining_lines) or "none"}))
 
     gemini.script = reply
     (tmp_path / "bad.txt").write_text(MISLEADING, encoding="utf-8")

@@ -18,7 +18,7 @@ from r3lite.report import ReportConfig
 from tests.commands import CONFIGS
 
 PAGE = Path(__file__).parent.parent / "docs" / "tutorial.md"
-SETTINGS = {section: usual for usual, section in CONFIGS.values()} | {
+SETTINGS = {section: defaults for defaults, section in CONFIGS.values()} | {
     "report": ReportConfig(),
     "export": ExportConfig(),
 }
@@ -41,9 +41,9 @@ def test_the_script_that_writes_the_notes_runs_twice(tmp_path, monkeypatch):
     first = None
     for _ in range(2):
         exec(script, {})
-        written = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-        assert first in (None, written) and {"B.md", "my-train.jsonl", "public.jsonl"} <= written.keys()
-        first = written
+        files = {path.name: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        assert first in (None, files) and {"B.md", "my-train.jsonl", "public.jsonl"} <= files.keys()
+        first = files
 
 
 def free_port() -> int:
@@ -74,7 +74,7 @@ def page_of(arguments: list[str], environment: dict, folder: Path) -> str:
 def test_the_whole_tutorial_runs(tmp_path):
     """Seven minutes on one core. What the text tells of a command's output is there."""
     environment = os.environ | {"PYTHONPATH": str(PAGE.parent.parent)}
-    told = {}
+    outputs = {}
     for kind, block in BLOCKS:
         commands = [["-c", block]] if kind == "python" else [shlex.split(line)[1:] for line in block.splitlines()]
         for command in commands:
@@ -84,9 +84,9 @@ def test_the_whole_tutorial_runs(tmp_path):
                 continue
             run = subprocess.run(arguments, cwd=tmp_path, env=environment, capture_output=True, text=True)
             assert run.returncode == 0, f"{command}\n{run.stdout}\n{run.stderr}"
-            told[" ".join(command[1:3])] = run.stdout
-    assert "J.md#" in told["r3lite.retrieve --index"] and "\nanswer: " in told["r3lite.ask --preset"]
-    assert "exact match" in told["r3lite.evaluate --compare"]
+            outputs[" ".join(command[1:3])] = run.stdout
+    assert "J.md#" in outputs["r3lite.retrieve --index"] and "\nanswer: " in outputs["r3lite.ask --preset"]
+    assert "exact match" in outputs["r3lite.evaluate --compare"]
     first = (tmp_path / "my-train.jsonl").read_text(encoding="utf-8").splitlines()[0]
     assert first in PAGE.read_text(encoding="utf-8")
     for name in ("runs/report.html", "my-model/model.safetensors", "runs/rl/episodes.jsonl"):

@@ -15,7 +15,7 @@ from tests.sampled_elsewhere import config_of, equal, perturb, sampler_of, train
 @pytest.fixture
 def vllm(running):
     """Starts imitations of vLLM."""
-    return lambda **options: (made := FakeVllm(**options), running(made))
+    return lambda **options: (server := FakeVllm(**options), running(server))
 
 
 def test_vllm_samples_turns_and_gets_the_adapter_after_each_update(cold, tmp_path, vllm):
@@ -25,14 +25,14 @@ def test_vllm_samples_turns_and_gets_the_adapter_after_each_update(cold, tmp_pat
     first = sampler.sample(1, Stopwatch()).sequences
     assert any(step.documents for s in first for step in s.steps)  # found and spliced here
     assert trainers_difference(learner, first) < 1e-4
-    again, _, _ = sampler_of(config_of(cold, *flags), tmp_path / "again")
-    equal(again.sample(1, Stopwatch()).sequences, first)  # each turn's seed follows from the episode's
+    second_sampler, _, _ = sampler_of(config_of(cold, *flags), tmp_path / "again")
+    equal(second_sampler.sample(1, Stopwatch()).sequences, first)  # each turn's seed follows from the episode's
     perturb(state)
     assert trainers_difference(learner, first) > 1e-3
     second = sampler.sample(2, Stopwatch()).sequences
     assert trainers_difference(learner, second) < 1e-4
     loads = [line for line in server.log if not line.startswith("complete")]
-    old, new = (f"r3lite-{made.engine.adapter.version[:16]}" for made in (again, sampler))
+    old, new = (f"r3lite-{round_sampler.engine.adapter.version[:16]}" for round_sampler in (second_sampler, sampler))
     assert loads == [f"load {old}", f"load {new}", f"unload {old}"]
     assert [p.name for p in (tmp_path / "served").iterdir()] == [new]
 
@@ -41,8 +41,8 @@ def test_a_turn_that_vllm_ends_too_early_is_gone_on_with(cold, tmp_path, vllm):
     server, url = vllm()
     sampler, learner, _ = sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
     server.stop_early = 4
-    made = sampler.sample(1, Stopwatch()).sequences
-    assert all(s.finish for s in made) and trainers_difference(learner, made) < 1e-4
+    sequences = sampler.sample(1, Stopwatch()).sequences
+    assert all(s.finish for s in sequences) and trainers_difference(learner, sequences) < 1e-4
 
 
 def test_a_vllm_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, vllm):
@@ -50,8 +50,8 @@ def test_a_vllm_that_was_started_anew_gets_the_adapter_again(cold, tmp_path, vll
     sampler, learner, _ = sampler_of(config_of(cold, "--rollout-server", f"{url},{vllm()[1]}"), tmp_path)
     sampler.sample(1, Stopwatch())
     server.answer("/v1/unload_lora_adapter", {"lora_name": sampler.engine.servers[0].name})
-    made = sampler.sample(2, Stopwatch())  # elsewhere, for now
-    assert made.extra_metrics["rollout/moved_episodes"] and trainers_difference(learner, made.sequences) < 1e-4
+    moved = sampler.sample(2, Stopwatch())  # elsewhere, for now
+    assert moved.extra_metrics["rollout/moved_episodes"] and trainers_difference(learner, moved.sequences) < 1e-4
     assert sampler.sample(3, Stopwatch()).extra_metrics["rollout/moved_episodes"] == 0 and server.loaded
 
 
@@ -64,7 +64,7 @@ def test_log_probabilities_of_vllm_are_those_of_the_temperature_or_refused(cold,
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"choices": []}, r"choices is \[\], not a list of at least 1 objects"),
         ({"token_ids": [-1, 31]}, "token_ids is .* not a list of whole numbers"),
@@ -76,7 +76,7 @@ def test_log_probabilities_of_vllm_are_those_of_the_temperature_or_refused(cold,
         ({"model": "other"}, "the model is 'other', not m"),
     ],
 )
-def test_a_completion_is_read_with_distrust(tmp_path, change, told):
+def test_a_completion_is_read_with_distrust(tmp_path, change, message):
     server = VllmServer(None, None, None, tmp_path)
     server.name = "m"
     choice = {"token_ids": [30, 31], "logprobs": {"token_logprobs": [-1, -1.5]}}
@@ -86,12 +86,12 @@ def test_a_completion_is_read_with_distrust(tmp_path, change, told):
         return server._tokens(Record(reply, Source("")))
 
     assert read({}) == [(30, -1.0), (31, -1.5)]
-    with pytest.raises(InvalidRecord, match=told):
+    with pytest.raises(InvalidRecord, match=message):
         read(change)
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"root": "Qwen/Qwen2.5-0.5B"}, "serves Qwen/Qwen2.5-0.5B, but --model is tiny"),
         ({"longest": 512}, "--max-length is 1536, but .* takes at most 512 tokens\n  Pass --max-length 512"),
@@ -101,8 +101,8 @@ def test_a_completion_is_read_with_distrust(tmp_path, change, told):
         ),
     ],
 )
-def test_a_vllm_that_does_not_fit_is_refused(cold, tmp_path, vllm, options, told):
-    with pytest.raises(R3LiteError, match=told):
+def test_a_vllm_that_does_not_fit_is_refused(cold, tmp_path, vllm, options, message):
+    with pytest.raises(R3LiteError, match=message):
         sampler_of(config_of(cold, "--rollout-server", vllm(**options)[1]), tmp_path)[0].sample(1, Stopwatch())
 
 

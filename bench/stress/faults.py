@@ -160,10 +160,10 @@ def main(argv: list[str] | None = None) -> int:
             inject_other_faults(bench, cases, flags.others)
         if "ends" in flags.parts and not flags.quick:
             run_ends(bench, tuple(flags.only))
-    held = sum(record["held"] for record in fault_records)
+    passed = sum(record["held"] for record in fault_records)
     kills = sum(record.get("kills", 0) for record in fault_records)
-    print(f"{held} of {len(fault_records)} held; {kills} kills")
-    return int(held < len(fault_records))
+    print(f"{passed} of {len(fault_records)} held; {kills} kills")
+    return int(passed < len(fault_records))
 
 
 if __name__ == "__main__":

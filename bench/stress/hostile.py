@@ -62,8 +62,8 @@ def run(kind: str, count: int) -> dict:
         finally:
             attack.close()
     tried = len(inputs)
-    held = tried - len(problems)
-    return {"tried": tried, "held": held, "found": len(problems), **by_outcome, "problems": problems}
+    passed = tried - len(problems)
+    return {"tried": tried, "held": passed, "found": len(problems), **by_outcome, "problems": problems}
 
 
 def main() -> int:

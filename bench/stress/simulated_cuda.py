@@ -88,9 +88,9 @@ class SimulatedCuda:
         if self._misuse and exception[0] is None:
             raise self._misuse
 
-    def run_out_of_memory(self, after: int) -> None:
-        """Lets one allocation fail for lack of memory, after `after` more successful ones."""
-        self._allocations_left = after
+    def run_out_of_memory(self, after_allocations: int) -> None:
+        """Lets one allocation fail for lack of memory, after `after_allocations` more successful ones."""
+        self._allocations_left = after_allocations
 
     def so_far(self) -> Counts:
         """Returns a copy of the counts, to be subtracted from later ones."""
@@ -208,18 +208,18 @@ class SimulatedCuda:
                 self.counts.uploads += 1
                 self.counts.upload_bytes += size_of(copied)
             self.wait(why)
-        written = operators.written_by(function, args, kwargs)
+        mutated = operators.written_by(function, args, kwargs)
         call = operators.callable_for(function, args)
-        if self.graph is None or not any(tensor.numel() for tensor in written):
+        if self.graph is None or not any(tensor.numel() for tensor in mutated):
             result = call(*args, **kwargs)
         # A capture changes no tensor, so an operator that works in place does not run. It returns what it would write.
         elif not function._schema.returns:
             result = None
         else:
-            result = written[0] if len(written) == 1 else tuple(written)
+            result = mutated[0] if len(mutated) == 1 else tuple(mutated)
         self._label(result)
         results = tensors_in(result)
-        self.order(inputs, [*written, *results])
+        self.order(inputs, [*mutated, *results])
         if self.graph is not None:
             self.graph.add(call, args, kwargs, results)
         if function.overloadpacket is aten._local_scalar_dense:
@@ -227,7 +227,7 @@ class SimulatedCuda:
             self.counts.download_bytes += size_of(args[0])
         elif any(tensor.numel() for tensor in (*inputs, *results)):
             name = str(function.overloadpacket).removeprefix("aten.")
-            traffic = operators.traffic(function, args, inputs=inputs, written=written, results=results)
+            traffic = operators.traffic(function, args, inputs=inputs, mutated=mutated, results=results)
             self._count(name, *traffic, operators.operations(function, args, kwargs, result=result))
         return result
 

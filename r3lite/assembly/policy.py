@@ -28,7 +28,7 @@ from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.devices.speed import warn_of_slow_fp16
 from r3lite.memory.layer_tensors import projection_names
 from r3lite.memory.plan import Plan, announce, enforce
-from r3lite.memory.shrinking import ShrinkingGrant, plan_of
+from r3lite.memory.shrinking import ShrinkingGrant, memory_plan_of
 from r3lite.models import activation_checkpointing, compiled, lora, saving, weights
 from r3lite.models.causal_lm import CausalLM, ModelConfig
 from r3lite.models.config_file import is_nf4, read_config
@@ -79,7 +79,7 @@ class Policy:
     @property
     def plan(self) -> Plan:
         """The memory plan of a policy that is trained."""
-        return plan_of(self.grant)
+        return memory_plan_of(self.grant)
 
     def train_state(
         self,

@@ -31,7 +31,7 @@ from r3lite.datasets.sources import protocols_of
 from r3lite.datasets.trajectories import Trajectory
 from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import Plan, make_plan
-from r3lite.memory.shrinking import plan_of
+from r3lite.memory.shrinking import memory_plan_of
 from r3lite.memory.work import Workload
 from r3lite.memory.workloads import rl_workload
 from r3lite.models.packing import common_prefix
@@ -222,7 +222,7 @@ def rehearse(
 
 def _longest_rollouts(learner: Learner) -> list[Rollout]:
     """Returns the longest episodes that a round may have, of made-up tokens that differ after their common prefix."""
-    workload = plan_of(learner.grant).workload
+    workload = memory_plan_of(learner.grant).workload
     action_tokens = int(workload.writes)  # of each episode
     action_mask = [False] * (workload.row_tokens - action_tokens) + [True] * action_tokens
     different_tokens = workload.row_tokens - workload.shared

@@ -76,7 +76,7 @@ def _filled(sub_question: str, earlier_hops: Sequence[Hop]) -> str:
     return re.sub(r"(\b\w+ )?#(\d{1,9})(?!\d)", answer_of, sub_question)
 
 
-def plan_of(question: Question) -> SearchPlan:
+def search_plan_of(question: Question) -> SearchPlan:
     """Returns the hops as nodes A, B, ...
 
     In later sub-questions `{A}` replaces `#1`. It also replaces the answer of hop 1 itself, unless this answer
@@ -108,14 +108,14 @@ def _node_name(number: int) -> str:
 
 def planned_searches(question: Question) -> list[Search]:
     """Returns the searches of the plan's nodes, with the gold answers of the nodes that they refer to filled in."""
-    plan = plan_of(question)
+    plan = search_plan_of(question)
     answers = _answers(question)
     return [Search(node.filled(answers), kind=node.kind) for node in plan.nodes]
 
 
 def planned(question: Question, documents: Sequence[Sequence[Document]]) -> tuple[Step, ...]:
     """Returns the steps of a demonstration that plans; `documents[k]` are those of hop k."""
-    plan = plan_of(question)
+    plan = search_plan_of(question)
     answers = _answers(question)
     documents_of_node = {node.name: documents[hop] for hop, node in enumerate(plan.nodes)}
     analysis = plan.text()

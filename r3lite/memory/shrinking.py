@@ -168,7 +168,7 @@ class ShrinkingGrant(Grant):
         return None
 
 
-def plan_of(grant: Grant) -> Plan:
+def memory_plan_of(grant: Grant) -> Plan:
     """Returns the memory plan of a run that trains; its grant has one, and no other grant has."""
     assert isinstance(grant, ShrinkingGrant), "only the grant of a run that trains has a plan"
     return grant.plan

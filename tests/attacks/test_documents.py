@@ -27,7 +27,7 @@ def tiny() -> Tokenizer:
     return Tokenizer.load(shipped("checkpoints", "tiny"))
 
 
-def test_there_are_seventy_of_them():
+def test_there_are_many_of_them():
     assert len(ALL) >= 65
 
 
@@ -36,23 +36,27 @@ def test_nothing_that_is_given_changes_what_the_model_did(tokenizer, name):
     protocol = PROTOCOLS[name]
     for opening in OPENINGS[name]:
 
-        def given(text: str, opening: str = opening) -> dict:
-            made = episode(tokenizer, protocol, opening, f"{BENIGN} {text}", Document("1", text, f"{BENIGN} {text}"))
-            return structure(tokenizer, protocol, made) | {"faults": [step.faults for step in made.steps]}
+        def structure_with(text: str, opening: str = opening) -> dict:
+            transcript = episode(
+                tokenizer, protocol, opening, f"{BENIGN} {text}", Document("1", text, f"{BENIGN} {text}")
+            )
+            return structure(tokenizer, protocol, transcript) | {"faults": [step.faults for step in transcript.steps]}
 
-        plain = given(BENIGN)
+        plain = structure_with(BENIGN)
         for attack, text in ALL.items():
-            assert given(text) == plain, (attack, opening)
+            assert structure_with(text) == plain, (attack, opening)
 
 
 @pytest.mark.parametrize("name", PROTOCOLS)
 def test_no_action_is_made_of_what_is_given(tokenizer, name):
     """The mask has the model's own tokens only, and steps hold its words only, whatever it was given."""
     for text in ALL.values():
-        made = episode(tokenizer, PROTOCOLS[name], OPENINGS[name][0], text or BENIGN, Document("1", text, text))
-        said = [token for token, action in zip(made.tokens, made.action_mask, strict=True) if action]
-        assert "Paris" not in tokenizer.decode(said) and made.episode().prediction == "here"
-        assert all("Paris" not in (step.answer or "") for step in made.steps)
+        transcript = episode(tokenizer, PROTOCOLS[name], OPENINGS[name][0], text or BENIGN, Document("1", text, text))
+        sampled_tokens = [
+            token for token, action in zip(transcript.tokens, transcript.action_mask, strict=True) if action
+        ]
+        assert "Paris" not in tokenizer.decode(sampled_tokens) and transcript.episode().prediction == "here"
+        assert all("Paris" not in (step.answer or "") for step in transcript.steps)
 
 
 def test_given_text_has_no_special_token(tiny):
@@ -107,8 +111,8 @@ def test_a_question_of_any_kind_can_be_searched_for(tokenizer, name):
     """One of braces alone broke an episode off that begins with a search for it, in plans."""
     for question in ("{}", "{", "(", "()", ":", "?", "A", "A:", "-", "\u200b", "Edges: none", "{A} (News)"):
         opening = "rag" if name == "plain" else "single-retrieval"
-        made = episode(tokenizer, PROTOCOLS[name], opening, question, Document("1", "T", "It is."))
-        assert made.finish == "answered" and made.steps[-1].answer == "here"
+        transcript = episode(tokenizer, PROTOCOLS[name], opening, question, Document("1", "T", "It is."))
+        assert transcript.finish == "answered" and transcript.steps[-1].answer == "here"
 
 
 def test_letters_that_look_like_a_tags_are_not():

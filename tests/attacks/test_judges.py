@@ -73,15 +73,15 @@ def test_text_stays_in_its_place_in_what_a_judge_and_a_critic_are_asked():
     expected = [request_for(plain), critic.critique("Do. {question}", [plain], 1, 1, "n")]
     for attack, text in EVERYWHERE.items():
         hostile = episode(text)
-        asked = [request_for(hostile), critic.critique("Do. {question}", [hostile], 1, 1, "n")]
-        for request, benign in zip(asked, expected, strict=True):
+        requests = [request_for(hostile), critic.critique("Do. {question}", [hostile], 1, 1, "n")]
+        for request, benign in zip(requests, expected, strict=True):
             data = json.loads(request.prompt)
             assert keys(data) == keys(json.loads(benign.prompt)), attack
             assert (request.system, request.schema, request.earlier) == (benign.system, benign.schema, ()), attack
             cut = text[:512]
-            assert sum(found.startswith(cut) for found in strings(data)) >= 7, attack
+            assert sum(string.startswith(cut) for string in strings(data)) >= 7, attack
         system, schema = judge_prompt()
-        assert asked[0].schema == schema and asked[0].system == system and "never an instruction" in system
+        assert requests[0].schema == schema and requests[0].system == system and "never an instruction" in system
 
 
 def test_a_judge_on_this_device_gets_no_special_token_of_an_episode(tiny):
@@ -101,15 +101,15 @@ def test_a_teachers_turns_are_its_own_whatever_documents_say(format):
     protocol = build_protocol(ProtocolSettings(format=format))
     teacher = Teacher(CollectConfig(lengths=LengthSettings(max_hops=3)), None, protocol, None)
 
-    def asked(text: str) -> tuple:
+    def teacher_request(text: str) -> tuple:
         first = protocol.first_search(protocol.quoted("where is it"))
         question = Question("q", f"where is it {text}", ("here",))
         this = Try(question, [first.with_documents([[Document("1", text, text)]])])
         return teacher.request(this, 1)
 
-    plain = asked("Oslo")
+    plain = teacher_request("Oslo")
     for attack, text in ALL.items():
-        request = asked(text)
+        request = teacher_request(text)
         assert len(request.earlier) == len(plain.earlier) and request.earlier[-1] == plain.earlier[-1], attack
         assert request.prompt.count("\n") == plain.prompt.count("\n") and request.system == plain.system, attack
         assert request.prompt.endswith(protocol.step_request(2)), attack

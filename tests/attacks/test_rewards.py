@@ -29,8 +29,10 @@ QUESTION = Question(
 YES = Question("y", "Are both towns in Sweden?", ("yes",), GOLD, GOLD, "title")
 
 
-def search(query: str, *documents: Document, analysis: str = "I must look, because it is not known.", **more) -> Step:
-    return Step.asking(analysis, query, documents, **more)
+def search(
+    query: str, *documents: Document, analysis: str = "I must look, because it is not known.", **step_fields
+) -> Step:
+    return Step.asking(analysis, query, documents, **step_fields)
 
 
 HONEST_STEPS = (
@@ -86,8 +88,8 @@ OF_ANSWERS = ("exact_match", "answer_f1", "rouge_l", "rouge_l_levels", "hop_weig
 
 
 def paid(name: str, episode: Episode, **parameters) -> float:
-    found = REWARDS[name](episode, **parameters)
-    return sum(found) if isinstance(found, list) else found
+    reward = REWARDS[name](episode, **parameters)
+    return sum(reward) if isinstance(reward, list) else reward
 
 
 @pytest.mark.parametrize("name", OF_ANSWERS)
@@ -171,8 +173,8 @@ WRITTEN = {
 def test_two_answers_or_none_are_not_the_right_one(format):
     protocol = build_protocol(ProtocolSettings(format=format))
     for text in WRITTEN[format]:
-        for other in ("Tiber", "Lagan"):
-            step = protocol.parse(text.replace("{other}", other), [])
+        for second_answer in ("Tiber", "Lagan"):
+            step = protocol.parse(text.replace("{other}", second_answer), [])
             episode = Episode(QUESTION, [step], ANSWERED if step.answer else MALFORMED)
             if step.answer is None or step.faults:
                 assert paid("strict_format", episode) == 0, text
@@ -199,11 +201,11 @@ def test_a_query_that_looks_like_an_earlier_one_is_not_a_new_one(attack):
     protocol = build_protocol(ProtocolSettings())
     first = search("the river of Ljungby", GOLD[1])
     text = f"Step 2:\nThe problem analysis: x\nThe retrieval query: {REPEATED[attack]}"
-    again = protocol.parse(text, [first])
-    assert again.faults == ("repeated_query",)
-    assert paid("search_count", answered("Lagan", first, again)) == 1
+    repeated = protocol.parse(text, [first])
+    assert repeated.faults == ("repeated_query",)
+    assert paid("search_count", answered("Lagan", first, repeated)) == 1
     settings = RewardSettings(search_bonus=0.1, idle_query_penalty=0.2)
-    assert score(answered("Lagan", first, again), settings).parts["search"] == pytest.approx(-0.1)
+    assert score(answered("Lagan", first, repeated), settings).parts["search"] == pytest.approx(-0.1)
 
 
 def code(text: str) -> Episode:
@@ -269,8 +271,8 @@ def test_no_call_is_paid_more_than_the_right_one(call):
 # Whole rewards
 
 
-def verdict(episode: Episode, right: bool, said: float) -> Verdict:
-    return Verdict(right, tuple(StepVerdict(said, said, said) for _ in episode.steps))
+def verdict(episode: Episode, right: bool, grade: float) -> Verdict:
+    return Verdict(right, tuple(StepVerdict(grade, grade, grade) for _ in episode.steps))
 
 
 PRESETS = ["search-r1", "solution", "hop-weighted", "search-bonus", "r3-rag", "r-search"]
@@ -280,10 +282,10 @@ PRESETS = ["search-r1", "solution", "hop-weighted", "search-bonus", "r3-rag", "r
 def test_the_whole_reward_of_each_preset_is_highest_for_the_honest_episode(preset):
     table = load_toml(shipped("r3lite", "presets", f"{preset}.toml")) if preset else {}
     table |= table.get("ppo", {})
-    given = {key: value for key, value in table.items() if key in inspect.signature(RewardSettings).parameters}
-    if "rewards" in given:
-        given["rewards"] = tuple(RewardEntry(e | {"weight": e.get("weight", 1.0)}) for e in given["rewards"])
-    settings = RewardSettings(**given)
+    arguments = {key: value for key, value in table.items() if key in inspect.signature(RewardSettings).parameters}
+    if "rewards" in arguments:
+        arguments["rewards"] = tuple(RewardEntry(e | {"weight": e.get("weight", 1.0)}) for e in arguments["rewards"])
+    settings = RewardSettings(**arguments)
     episodes = {n: answered(t, *HONEST_STEPS) for n, t in ANSWERS.items()} | EPISODES
     honest = score(HONEST, settings, verdict(HONEST, True, 1.0)).total
     lists = {"a list", "alternatives", "a hedge", "the documents", "the word three hundred times"}

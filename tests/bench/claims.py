@@ -29,25 +29,25 @@ def rows_of(text: str) -> Iterator[tuple[str, list[str]]]:
     for block in re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE):
         head, _, *rows = ([cell.strip() for cell in line.strip("| ").split("|")] for line in block.splitlines())
         for name, *cells in rows:
-            told = cells if "times faster" in head else [cell for cell in cells if cell.endswith("MiB")]
-            if numbers := [number for cell in told for number in NUMBER.findall(cell)]:
+            claims = cells if "times faster" in head else [cell for cell in cells if cell.endswith("MiB")]
+            if numbers := [number for cell in claims for number in NUMBER.findall(cell)]:
                 yield name, numbers
 
 
 def runs() -> list[dict]:
-    found = (records.read(path) for b in BENCHES for path in sorted(options.RESULTS.glob(f"{b.name}-*.json")))
-    return list(chain.from_iterable(found))
+    runs_by_file = (records.read(path) for b in BENCHES for path in sorted(options.RESULTS.glob(f"{b.name}-*.json")))
+    return list(chain.from_iterable(runs_by_file))
 
 
 def holds(run: dict, numbers: list[str]) -> bool:
     """Whether all numbers are figures of this one run, rounded as they are written."""
     values = [v for record in run["records"] for v in record.values() if isinstance(v, int | float)]
 
-    def found(number: str) -> bool:
+    def is_a_figure(number: str) -> bool:
         step = 10.0 ** -len(number.partition(".")[2])
         return any(abs(float(number.replace(",", "")) - value) <= 0.5001 * step for value in values)
 
-    return all(map(found, numbers))
+    return all(map(is_a_figure, numbers))
 
 
 def is_a_range(low: str, high: str, count: str) -> bool:

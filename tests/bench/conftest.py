@@ -14,10 +14,12 @@ VOCABULARY = 1024
 def folder(small_model, write_folder, tmp_path) -> str:
     """A small model nearly all of whose tokens end a turn."""
     model = small_model(vocab_size=VOCABULARY)
-    made = write_folder(model, tmp_path / "model", eos_token_id=[*range(VOCABULARY - 8)], max_position_embeddings=4096)
+    model_folder = write_folder(
+        model, tmp_path / "model", eos_token_id=[*range(VOCABULARY - 8)], max_position_embeddings=4096
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(resolve_folder("tiny") / name, made / name)
-    return str(made)
+        shutil.copy(resolve_folder("tiny") / name, model_folder / name)
+    return str(model_folder)
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ def a_run(name: str, seed: int, right: str, budget: int = 100) -> dict:
         named = {"em": share, "f1": share, "format_adherence": 1.0, "retrieval_recall": 0.5, "mean_searches": 2.0}
         return named | {"each_em": each, "each_f1": [float(x) for x in each]}
 
-    told = {"tokens": budget, "rounds": 2, "minutes": 1.0} | scores(right)
+    rl_results = {"tokens": budget, "rounds": 2, "minutes": 1.0} | scores(right)
     about = {"section": name, "seed": seed, "budget": budget, "flags": f"--algorithm {name}", "precision": "fp32"}
     about |= {"commit": "abc", "processor": "chip", "threads": 1}
-    return about | {"sft": scores("0" * len(right)), "rl": told}
+    return about | {"sft": scores("0" * len(right)), "rl": rl_results}
 
 
 HALF, MOST, FEW = "01" * 50, "0111" * 25, "0001" * 25
@@ -54,13 +54,13 @@ def test_seeds_that_answer_alike_do_not_narrow_the_interval():
 
 
 @pytest.mark.parametrize(
-    ("second", "told"),
+    ("second", "sentence"),
     [(MOST, "higher than PPO's beyond the interval, and with every seed of at least two: `grpo`."),
      (HALF, "higher than PPO's beyond the interval, and with every seed of at least two: none.")],
 )  # fmt: skip
-def test_an_algorithm_that_is_better_with_one_seed_alone_is_not_called_better(second, told):
+def test_an_algorithm_that_is_better_with_one_seed_alone_is_not_called_better(second, sentence):
     runs = [a_run("ppo", 0, HALF), a_run("ppo", 1, HALF), a_run("grpo", 0, MOST), a_run("grpo", 1, second)]
-    assert told in algorithms_page.page(runs)
+    assert sentence in algorithms_page.page(runs)
 
 
 def test_only_runs_of_one_budget_and_precision_are_compared():
@@ -70,7 +70,7 @@ def test_only_runs_of_one_budget_and_precision_are_compared():
     assert "over PPO" not in page
 
 
-class Told:
+class StandIn:
     """Stands in for the commands: each round generates 40 tokens."""
 
     def __init__(self, monkeypatch):
@@ -96,19 +96,19 @@ class Told:
 
 @pytest.mark.parametrize(("budget", "rounds"), [(350, 9), (330, 8), (40, 1)])
 def test_a_run_ends_with_the_round_nearest_to_the_budget_and_is_not_done_twice(tmp_path, monkeypatch, budget, rounds):
-    told = Told(monkeypatch)
+    stand_in = StandIn(monkeypatch)
     seed = algorithms.Seed(tmp_path, 0, "fp32")
-    found = seed.learn("grpo", ["--algorithm", "grpo"], budget)
-    assert (found["rounds"], found["tokens"]) == (rounds, 40 * rounds)
-    assert found["minutes"] == pytest.approx(0.1 * rounds) and found["each_em"] == "10"
-    evaluated = told.ran[-1][1]
+    run = seed.learn("grpo", ["--algorithm", "grpo"], budget)
+    assert (run["rounds"], run["tokens"]) == (rounds, 40 * rounds)
+    assert run["minutes"] == pytest.approx(0.1 * rounds) and run["each_em"] == "10"
+    evaluated = stand_in.ran[-1][1]
     assert evaluated[evaluated.index("--adapter") + 1].endswith(f"grpo-{budget}/checkpoint-{rounds}/adapter")
-    done = len(told.ran)
-    assert seed.learn("grpo", ["--algorithm", "grpo"], budget) == found and len(told.ran) == done
+    done = len(stand_in.ran)
+    assert seed.learn("grpo", ["--algorithm", "grpo"], budget) == run and len(stand_in.ran) == done
 
 
 @pytest.mark.parametrize(
-    ("flags", "made", "given"),
+    ("flags", "commands", "guide_flags"),
     [
         ("--algorithm grpo", [], []),
         ("--kl-beta 0.1", [], []),  # ppo, by default
@@ -116,10 +116,10 @@ def test_a_run_ends_with_the_round_nearest_to_the_budget_and_is_not_done_twice(t
         ("--algorithm dgpo", ["collect", "sft"], ["--teacher", "--teacher-adapter", "--teacher-quantize"]),
     ],
 )
-def test_an_algorithm_gets_the_traces_or_the_teacher_that_it_needs(tmp_path, monkeypatch, flags, made, given):
-    told = Told(monkeypatch)
-    found = algorithms.Seed(tmp_path, 0, "fp32").guides(flags.split())
-    assert [command for command, _ in told.ran] == made and found[::2] == given
+def test_an_algorithm_gets_the_traces_or_the_teacher_that_it_needs(tmp_path, monkeypatch, flags, commands, guide_flags):
+    stand_in = StandIn(monkeypatch)
+    arguments = algorithms.Seed(tmp_path, 0, "fp32").guides(flags.split())
+    assert [command for command, _ in stand_in.ran] == commands and arguments[::2] == guide_flags
 
 
 def test_a_run_of_other_flags_is_another_run():

@@ -20,6 +20,7 @@ from r3lite.core.files import read_jsonl, write_jsonl
 from r3lite.training import checkpoint
 from r3lite.training.checkpoint import Checkpoint
 from tests.cold_start import WORLD
+from tests.commands import argument
 
 # Stands in for the commands: writes what each leaves in --output, and notes that it ran. Of the files beside it, `fail`
 # names outputs at which it fails, `endless` those that run until SIGTERM, `deaf` those that do not obey it.
@@ -64,7 +65,7 @@ else:
 
 
 def settings(**changes) -> Settings:
-    usual = {
+    defaults = {
         "model": "tiny",
         "encoder": "hashing",
         "adapters": {0: "runs/sft"},
@@ -75,7 +76,7 @@ def settings(**changes) -> Settings:
         "preset": "hotpotqa",
         "minutes": 8.0,
     }
-    return Settings(**usual | changes)
+    return Settings(**defaults | changes)
 
 
 def save_checkpoint(output: Path, step: int) -> Path:
@@ -111,9 +112,9 @@ def run_in(folder: Path, elapsed: float = 0.0, **changes) -> Run:
     return run
 
 
-def job(kind: str, label: str, begun: float, ended: float | None, status: int | None = 0, **more) -> Job:
+def job(kind: str, label: str, start_time: float, end_time: float | None, status: int | None = 0, **fields) -> Job:
     stage = Stage(f"{kind}-{label}", kind, label, (0,), "evaluate", [])
-    return Job(stage, SimpleNamespace(returncode=status), begun, ended, **more)
+    return Job(stage, SimpleNamespace(returncode=status), start_time, end_time, **fields)
 
 
 def test_the_reserve_follows_the_longest_evaluation(tmp_path):
@@ -247,14 +248,14 @@ def clock(tmp_path, monkeypatch):
             return job.terminated is None
         return job.stage.name in named(tmp_path / "deaf")
 
-    def now(run: Run) -> float:
+    def simulated_time(run: Run) -> float:
         nonlocal seconds
         ready = {Path(argument(words, "--output")).name for words in ran(tmp_path)}
         if run.running and all(job.stage.name in ready and waits(job) for job in run.running):
             seconds += 2.0
         return seconds
 
-    monkeypatch.setattr(Run, "now", property(now))
+    monkeypatch.setattr(Run, "now", property(simulated_time))
 
 
 def ran(folder: Path) -> list[list[str]]:
@@ -264,10 +265,6 @@ def ran(folder: Path) -> list[list[str]]:
 
 def named(path: Path) -> list[str]:
     return path.read_text().split() if path.exists() else []
-
-
-def argument(words: list[str], flag: str) -> str:
-    return words[words.index(flag) + 1]
 
 
 def stages(folder: Path, name: str = "run/card.json") -> dict[str, dict]:
@@ -307,9 +304,9 @@ def test_the_stages_of_a_seed_and_what_is_recorded(bench, tmp_path, capsys):
     assert len(results) == 1 and results[0]["complete"] and results[0]["section"] == "run: tiny, seeds 0"
     assert {"commit", "threads", "precision", "processor", "date", "versions"} <= results[0].keys()
     assert str(tmp_path) not in json.dumps(results)
-    shown = capsys.readouterr().out
-    assert "| answer | 0 | complete |" in shown and "| 1 | 2 | 3600 | 0.250 to 0.250 | 0.5 |" in shown
-    assert "0.250 (0.125 to 0.500)" in shown and "+0.250 (+0.125 to +0.500)" in shown
+    stdout = capsys.readouterr().out
+    assert "| answer | 0 | complete |" in stdout and "| 1 | 2 | 3600 | 0.250 to 0.250 | 0.5 |" in stdout
+    assert "0.250 (0.125 to 0.500)" in stdout and "+0.250 (+0.125 to +0.500)" in stdout
 
 
 def test_seeds_with_one_adapter_share_its_evaluation_and_have_a_mean(bench, tmp_path, capsys):
@@ -400,9 +397,9 @@ def test_a_run_that_is_interrupted_saves_and_is_added(bench, tmp_path):
     ],
 )
 def test_what_would_fail_later_is_refused_at_once(capsys, arguments, message):
-    usual = ["--adapter", "a", "--data", "train.jsonl", "--eval-data", "dev.jsonl"]
+    required_flags = ["--adapter", "a", "--data", "train.jsonl", "--eval-data", "dev.jsonl"]
     with pytest.raises(SystemExit) as stop:
-        card_settings.parse([*usual, *arguments], "")
+        card_settings.parse([*required_flags, *arguments], "")
     assert stop.value.code == 2
     assert message in capsys.readouterr().err
 

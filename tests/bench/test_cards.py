@@ -11,13 +11,13 @@ def test_the_page_is_what_the_code_says_now():
 
 
 def test_a_cell_is_the_figure_of_the_command_that_the_page_names(tmp_path, capsys):
-    known = card("GTX 1650")
-    given = cards.flags(known, "0.5B", cards.SFT[1024])
-    assert given == ["--card", "GTX 1650", "--model", "Qwen/Qwen2.5-0.5B-Instruct", "--max-length", "1024"]
+    gtx_1650 = card("GTX 1650")
+    flags = cards.flags(gtx_1650, "0.5B", cards.SFT[1024])
+    assert flags == ["--card", "GTX 1650", "--model", "Qwen/Qwen2.5-0.5B-Instruct", "--max-length", "1024"]
     assert cards.flags(card("RTX 4060"), "3B", [])[-2:] == ["--vram-budget", "7GiB"]
-    found = cards.planned(cards.flags(known, "0.5B", cards.SFT[1024]))
-    assert found.budget == 3840 << 20
-    told = cards.training(found)
-    assert told == f"{16 * 1024 / found.duration.seconds:,.0f} tokens/s"
+    plan = cards.planned(cards.flags(gtx_1650, "0.5B", cards.SFT[1024]))
+    assert plan.budget == 3840 << 20
+    cell = cards.training(plan)
+    assert cell == f"{16 * 1024 / plan.duration.seconds:,.0f} tokens/s"
     assert cards.planned(cards.flags(card("MX450"), "3B", cards.ROUND)) is None
     assert cards.training(None) == cards.learning(None) == cards.UNFIT

@@ -9,11 +9,11 @@ from r3lite.settings import PpoConfig
 
 def test_the_tiny_model_is_trained_with_the_section_of_the_preset_at_the_same_share_of_the_rate(tmp_path):
     section = write_settings(tmp_path / "my.toml", "hotpotqa", 500)
-    written = tomllib.loads((tmp_path / "my.toml").read_text(encoding="utf-8"))
+    settings = tomllib.loads((tmp_path / "my.toml").read_text(encoding="utf-8"))
     ppo = preset("hotpotqa")["ppo"]
     rate = ppo["learning_rate"] / preset("hotpotqa")["sft"]["learning_rate"] * preset("tiny")["sft"]["learning_rate"]
     rounds = -(-500 // (ppo["batch_size"] * ppo["num_generations"]))
-    assert written["ppo"] == section == ppo | {"learning_rate": rate, "max_steps": rounds}
+    assert settings["ppo"] == section == ppo | {"learning_rate": rate, "max_steps": rounds}
     config = resolve("ppo", PpoConfig(), ["--config", str(tmp_path / "my.toml")])
     assert (config.model.model, config.rl.algorithm, config.rl.batch_size) == (
         "tiny",

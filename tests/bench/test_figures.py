@@ -24,9 +24,9 @@ def test_exponents_of_power_laws():
 
 def test_growth_is_one_record_of_medians():
     growth = Growth("x", 0, {}, seconds={"1": [1.0, 3.0, 2.0], "10": [20.0, 20.0, 20.0]})
-    (found,) = growth.results()
-    assert found["sizes"] == [1, 10] and found["seconds"] == [2, 20]
-    assert found["exponent"] == 1 and found["largest_spread"] == 1
+    (record,) = growth.results()
+    assert record["sizes"] == [1, 10] and record["seconds"] == [2, 20]
+    assert record["exponent"] == 1 and record["largest_spread"] == 1
 
 
 def test_operations_of_a_training_step():
@@ -45,9 +45,9 @@ def test_contestants_are_held_against_the_limits_that_took_part():
 def test_the_fastest_rival_within_the_budget_is_the_one_compared():
     seconds = {OURS: [4.0], "with": [8.0], "without": [5.0], "slow": [9.0], PEAK: [1.0]}
     peaks = {OURS: 90.0, "with": 100.0, "without": 101.0, "slow": 50.0}
-    ours, *others = Contest("x", 100, {}, budget=100, seconds=seconds, peaks=peaks).results()
+    ours, *rivals = Contest("x", 100, {}, budget=100, seconds=seconds, peaks=peaks).results()
     assert ours["compared_with"] == "with" and ours["budget_mib"] == 100 and ours["peak_mib"] == 90.0
-    by = {record["contestant"]: record["r3lite_is_faster_by"] for record in others}
+    by = {record["contestant"]: record["r3lite_is_faster_by"] for record in rivals}
     assert by == {"with": 2.0, "without": 1.25, "slow": 2.25, PEAK: 0.25}  # the figures of all
     roomy = Contest("x", 100, {}, budget=101, seconds=seconds, peaks=peaks).results()
     assert roomy[0]["compared_with"] == "without"
@@ -83,14 +83,17 @@ def test_the_peak_makes_whole_products_and_counts_the_operations_that_were_asked
 
 
 def test_a_profile_in_words_and_in_a_table():
-    found = {FROZEN: 1.5, HEAD: 0.06, OVERHEAD: 0.44}
-    said = profile.summary("A step", found, {"rollout": 1.5, "update": 0.5})
-    assert said.startswith("A step takes 2.00 s: 75 % multiplies by the model's frozen weights") and "; 22 % " in said
-    assert "probabilities" not in said and said.endswith("By stage: 75 % rollout, 25 % update.")
+    part_seconds = {FROZEN: 1.5, HEAD: 0.06, OVERHEAD: 0.44}
+    summary = profile.summary("A step", part_seconds, {"rollout": 1.5, "update": 0.5})
+    assert (
+        summary.startswith("A step takes 2.00 s: 75 % multiplies by the model's frozen weights")
+        and "; 22 % " in summary
+    )
+    assert "probabilities" not in summary and summary.endswith("By stage: 75 % rollout, 25 % update.")
     # operators 1.56 s of 2.4 s: Python has at most 35 %
-    bounds = profile.reliability(found, profiled_seconds=2.4)
+    bounds = profile.reliability(part_seconds, profiled_seconds=2.4)
     assert bounds == "Under the profiler it took 2.40 s: Python and overhead is between 22 % and 35 %."
-    assert profile.rows(found)[1] == {"part": HEAD, "percent": 3.0, "milliseconds": 60.0}
+    assert profile.rows(part_seconds)[1] == {"part": HEAD, "percent": 3.0, "milliseconds": 60.0}
 
 
 def test_every_figure_of_a_bench_in_the_documents_is_of_a_committed_run():

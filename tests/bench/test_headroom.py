@@ -118,10 +118,10 @@ def test_the_noise_scale_of_gradients_with_a_chosen_mean_and_covariance():
     assert large["noise_scale"]["scale"] == pytest.approx(4, rel=0.06)
     assert large["cosine_of_halves"] == pytest.approx(1, abs=0.01)
     # Of few groups both estimates are right in the mean.
-    few = [sums(8).summary() for _ in range(400)]
+    summaries = [sums(8).summary() for _ in range(400)]
     for key in ("noise_scale", "of_halves"):
         for name, truth in (("signal", 25), ("noise", 100)):
-            mean_estimate = sum(one[key][name] for one in few) / len(few)
+            mean_estimate = sum(one[key][name] for one in summaries) / len(summaries)
             assert mean_estimate == pytest.approx(truth, rel=0.05), (key, name)
 
 
@@ -169,8 +169,8 @@ def test_a_probe_of_the_tiny_model(cold, tmp_path, capsys, monkeypatch):
     assert run["summary"]["all"]["questions"] == len(run["rows"]) == 4 and run["gradient"]["groups"] == 2
     assert all(len(row["samples"]) == 3 for row in run["rows"])
     printed = capsys.readouterr()
-    shown = printed.out
-    assert "| all | 4 |" in shown and run["summary"]["decision"] in shown and "cosine of halves" in shown
+    stdout = printed.out
+    assert "| all | 4 |" in stdout and run["summary"]["decision"] in stdout and "cosine of halves" in stdout
     assert "sampling: 1 of 1 blocks of questions" in printed.err and "gradients: 2 of 2 groups" in printed.err
     # Greedy answers are those of evaluate.
     folder = tmp_path / "evaluation"
@@ -213,7 +213,7 @@ def test_the_gradient_of_a_group_is_that_of_its_log_probabilities_times_their_ad
 
 
 @pytest.mark.parametrize(
-    ("more", "status", "message"),
+    ("extra_flags", "status", "message"),
     [
         (["--groups", "3"], 2, "--groups is 3; it must be even"),
         (["--groups", "8", "--questions", "6"], 2, "at most --questions, 6"),
@@ -224,9 +224,9 @@ def test_the_gradient_of_a_group_is_that_of_its_log_probabilities_times_their_ad
         (["--no-lora"], 2, "--no-lora"),
     ],
 )
-def test_flags_without_effect_are_refused(tmp_path, capsys, more, status, message):
+def test_flags_without_effect_are_refused(tmp_path, capsys, extra_flags, status, message):
     data = ["--preset", "tiny", "--data", str(WORLD / "train.jsonl"), "--output", str(tmp_path / "x.json")]
-    assert headroom.main([*data, *more]) == status
+    assert headroom.main([*data, *extra_flags]) == status
     assert message in capsys.readouterr().err
 
 
@@ -235,8 +235,8 @@ def test_questions_at_which_the_retriever_failed_are_left_out():
     config, questions, engine, _, _ = setup()
 
     class Failing(Engine):
-        def run(self, *arguments, **more):
-            sequences = super().run(*arguments, **more)
+        def run(self, *arguments, **options):
+            sequences = super().run(*arguments, **options)
             for sequence in sequences:
                 if sequence.question.id == questions[0].id:
                     sequence.failure = "no answer"

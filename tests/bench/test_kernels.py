@@ -39,8 +39,8 @@ def counts(work, dtype=BF16) -> dict[tuple[str, str], Split]:
     """By the name of the work and who did it, of models as wide as TINY."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_length, "ORDINARY", (300, TINY.vocab_size))
-        found = split(work, TINY, TINY.vocab_size, dtype)
-    return {(piece.name, piece.by): both for piece, both in found.items()}
+        splits = split(work, TINY, TINY.vocab_size, dtype)
+    return {(piece.name, piece.by): both for piece, both in splits.items()}
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def trained(request) -> tuple[torch.dtype, list[dict]]:
     dtype, work = request.param, partial(counted.training, tokens=256)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(full_length, "ORDINARY", (300, TINY.vocab_size))
-        found = split(work, TINY, TINY.vocab_size, dtype)
-    return dtype, [kernels.record(piece, both, "0.5B", dtype) for piece, both in found.items()]
+        splits = split(work, TINY, TINY.vocab_size, dtype)
+    return dtype, [kernels.record(piece, both, "0.5B", dtype) for piece, both in splits.items()]
 
 
 # The arithmetic
@@ -67,26 +67,27 @@ def test_a_layer_is_what_a_second_one_adds_and_the_rest_is_outside():
     """Work that adds one number to another 3 times, and for each layer 16 to 16 twice, in fp32."""
 
     def work(card, folder, precision):
-        one, many = (torch.ones(n, device=precision.device) for n in (1, 16))
-        before = card.so_far()
-        for x, times in ((one, 3), (many, 2 * read_config(folder).num_hidden_layers)):
+        small, large = (torch.ones(n, device=precision.device) for n in (1, 16))
+        counts_before = card.so_far()
+        for x, times in ((small, 3), (large, 2 * read_config(folder).num_hidden_layers)):
             for _ in range(times):
                 x.add(x)
-        return {Work("sums", OURS): card.so_far() - before}
+        return {Work("sums", OURS): card.so_far() - counts_before}
 
-    ((_, found),) = split(work, TINY, TINY.vocab_size, FP32).items()
-    assert (found.layer.kernels, bytes_moved(found.layer)) == (2, 2 * 2 * 64)
-    assert (found.outside.kernels, bytes_moved(found.outside)) == (3, 3 * 2 * 4)
-    assert found.layer.operators == {"add": 2} and found.outside.operators == {"add": 3}
+    ((_, split_counts),) = split(work, TINY, TINY.vocab_size, FP32).items()
+    assert (split_counts.layer.kernels, bytes_moved(split_counts.layer)) == (2, 2 * 2 * 64)
+    assert (split_counts.outside.kernels, bytes_moved(split_counts.outside)) == (3, 3 * 2 * 4)
+    assert split_counts.layer.operators == {"add": 2} and split_counts.outside.operators == {"add": 3}
 
 
 def test_figures_of_an_operator_may_be_below_zero():
-    few, many = Counts(), Counts()
-    few.kernel("mm", 10, 2, 5)
+    product = Counts()
+    sums = Counts()
+    product.kernel("mm", 10, 2, 5)
     for _ in range(2):
-        many.kernel("add", 4, 4, 0)
-    found = few - many
-    assert (found.kernels, found.read, found.operators, found.moved) == (
+        sums.kernel("add", 4, 4, 0)
+    difference = product - sums
+    assert (difference.kernels, difference.read, difference.operators, difference.moved) == (
         -1,
         2,
         {"mm": 1, "add": -2},
@@ -95,10 +96,10 @@ def test_figures_of_an_operator_may_be_below_zero():
 
 
 def of(*launched: tuple[str, int, int, int], times: int = 1) -> Counts:
-    made = Counts()
+    total = Counts()
     for kernel in launched * times:
-        made.kernel(*kernel)
-    return made
+        total.kernel(*kernel)
+    return total
 
 
 def test_predicted_seconds_by_hand():
@@ -108,20 +109,20 @@ def test_predicted_seconds_by_hand():
     product of 100 bytes and 100 operations.
     """
     layer = of(("mm", 30, 20, 700), ("_attention_", 8, 2, 40), ("add", 4, 2, 0))
-    found = Split(layer, of(("addmm_", 90, 10, 100)))
-    assert cost(found, 1) == Cost(
+    split_counts = Split(layer, of(("addmm_", 90, 10, 100)))
+    assert cost(split_counts, 1) == Cost(
         product_bytes=150, product_operations=800, attention_operations=40, other_bytes=16, kernels=4
     )
     card = Speeds("card", {"fp32": 100.0}, {"fp32": 1000.0}, 0.2, "here")
     # 2 layers: max(200 / 100, 1500 / 1000) for products, 80 / 1000 and 32 / 100 for the rest, 7 kernels
-    assert cost(found, 2).seconds(card, "fp32") == pytest.approx(2.0 + 0.08 + 0.32 + 1.4)
+    assert cost(split_counts, 2).seconds(card, "fp32") == pytest.approx(2.0 + 0.08 + 0.32 + 1.4)
     # 10 layers: max(600 / 100, 7100 / 1000)
-    assert cost(found, 10).seconds(card, "fp32") == pytest.approx(7.1 + 0.4 + 1.6 + 6.2)
+    assert cost(split_counts, 10).seconds(card, "fp32") == pytest.approx(7.1 + 0.4 + 1.6 + 6.2)
 
 
 def test_passes_over_the_logits_leave_out_the_heads_weight():
-    found = Split(of(("mm", 5, 5, 1)), of(("mm", 400, 100, 1), ("exp", 4000, 4000, 0)))
-    row = kernels.record(Work("SFT", OURS, logits=1000, head=300), found, "0.5B", BF16)
+    split_counts = Split(of(("mm", 5, 5, 1)), of(("mm", 400, 100, 1), ("exp", 4000, 4000, 0)))
+    row = kernels.record(Work("SFT", OURS, logits=1000, head=300), split_counts, "0.5B", BF16)
     assert (row["passes"], row["head_passes"]) == (8.2, 0.3)
     assert (row["kernels_layer"], row["kernels_outside"], row["launches"]) == (1, 2, 0)
 
@@ -161,10 +162,12 @@ def adapters() -> int:
 
 def test_products_of_a_layer_by_whom(decoded):
     """Seven without an adapter, three times as many with one by itself; r3lite has 4, 4 for A and 7 for B."""
-    products = {by: sum(found.layer.operators[name] for name in PRODUCTS) for (_, by), found in decoded.items()}
+    products = {
+        by: sum(split_counts.layer.operators[name] for name in PRODUCTS) for (_, by), split_counts in decoded.items()
+    }
     assert products == {OURS: 15, MODEL: 15, PEFT: 21, MERGED: 7}
-    for (_, by), found in decoded.items():
-        assert found.layer.operators["_scaled_dot_product_flash_attention_for_cpu"] == 1, by
+    for (_, by), split_counts in decoded.items():
+        assert split_counts.layer.operators["_scaled_dot_product_flash_attention_for_cpu"] == 1, by
     assert decoded["decoding, batch 1", PEFT].layer.kernels > decoded["decoding, batch 1", MERGED].layer.kernels
 
 
@@ -176,34 +179,37 @@ def test_a_graph_is_one_launch(decoded):
 
 
 def test_prefill_reads_the_weights_once(decoded):
-    for (_, by), found in counts(partial(counted.prefill, tokens=64)).items():
+    for (_, by), split_counts in counts(partial(counted.prefill, tokens=64)).items():
         weights = 2 * WEIGHTS * (1 if by == MERGED else 1.02)
-        products = sum(found.layer.moved[name] for name in PRODUCTS)
+        products = sum(split_counts.layer.moved[name] for name in PRODUCTS)
         assert weights < products < weights + 64 * 30_000, by
         extra = {OURS: adapters(), PEFT: adapters(), MERGED: 0}[by]
-        assert sum(found.layer.computed[name] for name in PRODUCTS) == 64 * 2 * (WEIGHTS + extra), by
+        assert sum(split_counts.layer.computed[name] for name in PRODUCTS) == 64 * 2 * (WEIGHTS + extra), by
 
 
 # What is to be held, see GOALS of bench/kernels_page.py
 
 
 def test_decoding_launches_no_more_than_was_reached(decoded):
-    alone, whole = decoded["decoding, batch 1", MODEL], decoded["decoding, batch 1", OURS]
-    assert alone.layer.kernels == whole.layer.kernels <= 24 == duration.FORWARD_KERNELS
-    assert alone.outside.kernels < whole.outside.kernels <= 30
-    assert not alone.layer.waits and not whole.layer.waits
-    assert not alone.outside.waits and whole.outside.waits.total() == 1  # for what was sampled
+    model = decoded["decoding, batch 1", MODEL]
+    ours = decoded["decoding, batch 1", OURS]
+    assert model.layer.kernels == ours.layer.kernels <= 24 == duration.FORWARD_KERNELS
+    assert model.outside.kernels < ours.outside.kernels <= 30
+    assert not model.layer.waits and not ours.layer.waits
+    assert not model.outside.waits and ours.outside.waits.total() == 1  # for what was sampled
 
 
 def test_sft_launches_no_more_than_was_reached(trained):
     dtype, rows = trained
-    found = {(row["work"], row["by"]): row for row in rows}
-    kept, again = (found["SFT, 256 tokens" + how, OURS] for how in ("", RECOMPUTED))
-    assert kept["kernels_layer"] <= 90
-    assert kept["kernels_layer"] == pytest.approx(duration.FORWARD_KERNELS + duration.BACKWARD_KERNELS, rel=0.15)
-    assert kept["kernels_layer"] < again["kernels_layer"] < found["SFT, 256 tokens", PEFT]["kernels_layer"]
-    assert kept["passes"] <= 8 < found["SFT, 256 tokens", PEFT]["passes"]
-    assert kept["head_passes"] == pytest.approx(2 * 2 * 8192 * 256 * dtype.itemsize / (4 * 256 * 8192))  # two chunks
+    rows_by_work = {(row["work"], row["by"]): row for row in rows}
+    storing, recomputing = (rows_by_work["SFT, 256 tokens" + suffix, OURS] for suffix in ("", RECOMPUTED))
+    assert storing["kernels_layer"] <= 90
+    assert storing["kernels_layer"] == pytest.approx(duration.FORWARD_KERNELS + duration.BACKWARD_KERNELS, rel=0.15)
+    assert (
+        storing["kernels_layer"] < recomputing["kernels_layer"] < rows_by_work["SFT, 256 tokens", PEFT]["kernels_layer"]
+    )
+    assert storing["passes"] <= 8 < rows_by_work["SFT, 256 tokens", PEFT]["passes"]
+    assert storing["head_passes"] == pytest.approx(2 * 2 * 8192 * 256 * dtype.itemsize / (4 * 256 * 8192))  # two chunks
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=dtype_name)
@@ -216,18 +222,18 @@ def test_nf4_launches_no_more_than_was_reached_and_moves_these_bytes(dtype):
     scaled = element + 4 / 64 + element  # by an fp32 number for 64
     absmax = 1 / 64 + 8 / (64 * 256) + 4 / 64  # of int8, and of a scale and a mean for 256 of them
     tables = 4 * 256 * 2 * element / WEIGHTS  # of two weights for each byte, once in each of four products
-    found = kernels.bytes_a_weight(nf4, dense, TINY, dtype)
-    assert found == pytest.approx(codes + scaled + absmax + tables + element, rel=1e-6)
-    assert 0.5 < (4 + 2 * element) / (found - tables) < 2  # what r3lite/memory/duration.py counts
+    bytes_a_weight = kernels.bytes_a_weight(nf4, dense, TINY, dtype)
+    assert bytes_a_weight == pytest.approx(codes + scaled + absmax + tables + element, rel=1e-6)
+    assert 0.5 < (4 + 2 * element) / (bytes_a_weight - tables) < 2  # what r3lite/memory/duration.py counts
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=dtype_name)
 def test_a_compiler_makes_nf4_weights_dense_by_one_kernel(compiler, dtype):
     """It was two, with the codes of all weights written between them, as long as both of a byte were stacked."""
-    written = 0.5 + 1 / 64 + 8 / (64 * 256) + dtype.itemsize  # codes, absmax with a scale and a mean; the weight
-    read = dtype.itemsize  # by the product
-    assert kernels.compiled_bytes_a_weight(TINY, dtype) == pytest.approx(written + read, rel=1e-3)
+    bytes_written = 0.5 + 1 / 64 + 8 / (64 * 256) + dtype.itemsize  # codes, absmax with a scale and a mean; the weight
+    bytes_read = dtype.itemsize  # by the product
+    assert kernels.compiled_bytes_a_weight(TINY, dtype) == pytest.approx(bytes_written + bytes_read, rel=1e-3)
 
 
 # The page
@@ -238,9 +244,9 @@ def test_works_are_found_by_their_names():
     operators = {"r3lite.rms_norm": [2, 0.5, 9, 9.0], "mm": [5, 0.25, 1, 1.0], "none": [0, 0.0, 4, 1.0]}
     common = {"by": OURS, "size": "3B", "operators": operators}
     rows = [{"work": work, "kernels_layer": i, **common} for i, work in enumerate(works, 20)]
-    told = {row["what"]: row for row in kernels_page.reached(rows)}
-    assert [row["counted"] for row in told.values()] == ["20", "22", "21"]
-    assert [row["met"] for row in told.values()] == ["yes"] * 3
+    table = {row["what"]: row for row in kernels_page.reached(rows)}
+    assert [row["counted"] for row in table.values()] == ["20", "22", "21"]
+    assert [row["met"] for row in table.values()] == ["yes"] * 3
     rows[0]["kernels_layer"] = 25
     assert kernels_page.reached(rows)[0] == {
         "what": "launches a layer, decoding", "at most": 24, "counted": "25", "met": "no",

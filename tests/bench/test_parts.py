@@ -24,8 +24,8 @@ def test_an_operator_belongs_to_the_innermost_range():
     outer = event(ATTENTION, 0, 100)
     inner = event(FROZEN, 10, 50, outer)
     operators = [event("aten::addmm", 20, 30, inner), event("aten::mul", 60, 70, outer), event("aten::add", 200, 210)]
-    found = parts.seconds_by_part([*operators, inner, outer], lambda e: 1e6, rank=8)
-    assert {part: s for part, s in found.items() if s} == {FROZEN: 1, ATTENTION: 1, OTHER: 1}
+    part_seconds = parts.seconds_by_part([*operators, inner, outer], lambda e: 1e6, rank=8)
+    assert {part: s for part, s in part_seconds.items() if s} == {FROZEN: 1, ATTENTION: 1, OTHER: 1}
 
 
 def test_a_gradient_belongs_to_the_operator_that_it_answers():
@@ -35,8 +35,8 @@ def test_a_gradient_belongs_to_the_operator_that_it_answers():
     node = event("autograd::engine::evaluate_function: MulBackward0", 50, 60, sequence=5, scope=1)
     backward = event("aten::mul", 51, 52, node, sequence=5, scope=1)
     events = [attention, rotary, *forward, node, backward]
-    found = parts.seconds_by_part(events, lambda e: 3e6 if e is backward else 0, rank=8)
-    assert found[ELEMENTWISE] == 3 and sum(found.values()) == 3
+    part_seconds = parts.seconds_by_part(events, lambda e: 3e6 if e is backward else 0, rank=8)
+    assert part_seconds[ELEMENTWISE] == 3 and sum(part_seconds.values()) == 3
 
 
 @pytest.mark.parametrize(
@@ -51,8 +51,8 @@ def test_a_gradient_belongs_to_the_operator_that_it_answers():
 )
 def test_products_with_frozen_weights_are_told_from_those_of_the_adapters(name, shapes, part):
     around = event(ADAPTERS, 0, 10)
-    found = parts.seconds_by_part([around, event(name, 1, 2, around, shapes=shapes)], lambda e: 1e6, rank=8)
-    assert found[part] == 1
+    part_seconds = parts.seconds_by_part([around, event(name, 1, 2, around, shapes=shapes)], lambda e: 1e6, rank=8)
+    assert part_seconds[part] == 1
 
 
 def test_a_real_step_has_every_part_and_nearly_nothing_is_left_over(small_model):
@@ -65,9 +65,9 @@ def test_a_real_step_has_every_part_and_nearly_nothing_is_left_over(small_model)
         hidden = model(ids)[0, :-1]  # [T-1, C]
         token_loss(hidden, model.head_weight, ids[0, 1:], cross_entropy)[0].backward()
         optimizer.step()
-    found = parts.seconds_by_part(profiler.events(), lambda e: 1e6, rank=4)  # counts operators
-    assert all(found[part] for part in (FROZEN, ADAPTERS, ATTENTION, ELEMENTWISE, HEAD, COPIES, OPTIMIZER))
-    assert found[SAMPLING] == 0 and found[OTHER] < 0.1 * sum(found.values())
+    part_seconds = parts.seconds_by_part(profiler.events(), lambda e: 1e6, rank=4)  # counts operators
+    assert all(part_seconds[part] for part in (FROZEN, ADAPTERS, ATTENTION, ELEMENTWISE, HEAD, COPIES, OPTIMIZER))
+    assert part_seconds[SAMPLING] == 0 and part_seconds[OTHER] < 0.1 * sum(part_seconds.values())
 
 
 @pytest.mark.parametrize("rows", [1, 16])
@@ -90,7 +90,7 @@ def test_ranges_are_gone_after_the_block():
     def functions() -> list:
         return [vars(owner)[name] for owner, names, _ in parts.RANGES for name in names]
 
-    before = functions()
+    originals = functions()
     with parts.ranges():
-        assert all(now is not then for now, then in zip(functions(), before, strict=True))
-    assert functions() == before
+        assert all(patched is not original for patched, original in zip(functions(), originals, strict=True))
+    assert functions() == originals

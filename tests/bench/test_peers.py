@@ -27,7 +27,7 @@ def ordinary_tokens(monkeypatch):
 
 
 @pytest.fixture
-def made(monkeypatch) -> list:
+def peer_models(monkeypatch) -> list:
     """The models that peers generate with."""
     models, fold = [], peers.with_folded_head
     monkeypatch.setattr(peers, "with_folded_head", lambda model: models.append(fold(model)) or models[-1])
@@ -35,26 +35,26 @@ def made(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize("merged", [False, True])
-def test_generate_ends_no_turn_early(folder, made, merged):
+def test_generate_ends_no_turn_early(folder, peer_models, merged):
     work = peers.generate(folder, full_length.full_prompts(3, 8), 12, FP32, merged=merged)
     work()
-    assert any("lora" in name for name, _ in made[0].named_parameters()) is not merged
+    assert any("lora" in name for name, _ in peer_models[0].named_parameters()) is not merged
 
 
-def test_a_peer_that_samples_fewer_tokens_stops_the_bench(folder, made):
+def test_a_peer_that_samples_fewer_tokens_stops_the_bench(folder, peer_models):
     work = peers.generate(folder, full_length.full_prompts(1, 8), 12, FP32)
-    made[0].generation_config.eos_token_id = [*range(VOCABULARY)]
-    generate = made[0].generate
-    made[0].generate = lambda min_new_tokens, **options: generate(**options)
+    peer_models[0].generation_config.eos_token_id = [*range(VOCABULARY)]
+    generate = peer_models[0].generate
+    peer_models[0].generate = lambda min_new_tokens, **options: generate(**options)
     with pytest.raises(AssertionError, match="12 tokens each were to be sampled, not 1"):
         work()
 
 
 def test_ours_samples_as_many_tokens_whatever_they_are(folder, monkeypatch):
-    seen = []
-    monkeypatch.setattr(contests, "check_lengths", lambda sequences, new: seen.append((sequences, new)))
+    calls = []
+    monkeypatch.setattr(contests, "check_lengths", lambda sequences, new: calls.append((sequences, new)))
     contests.Ours(folder, FP32).decode(3, 12, prompt=8)()
-    ((sequences, new),) = seen
+    ((sequences, new),) = calls
     assert new == 12 and [sum(s.action_mask) for s in sequences] == [12, 12, 12]
 
 
@@ -89,7 +89,7 @@ def test_a_group_of_trls_is_sampled_once_and_learned_from_in_mini_batches(folder
     trainer = peers.grpo_trainer(folder, 6, 5, episodes=8, rows=4, precision=FP32, steps=2)
     generate, compute = trainer._generate_and_score_completions, trainer.compute_loss
     trainer._generate_and_score_completions = lambda inputs: groups.append(generate(inputs)) or groups[-1]
-    trainer.compute_loss = lambda model, inputs, **more: steps.append(inputs) or compute(model, inputs, **more)
+    trainer.compute_loss = lambda model, inputs, **kwargs: steps.append(inputs) or compute(model, inputs, **kwargs)
     base, head = trainer.model.get_base_model(), trainer.model.get_output_embeddings().weight
     inner = base.generate
     base.generate = lambda **options: folded.append(head.requires_grad) or inner(**options)
@@ -108,8 +108,9 @@ def test_sft_without_checkpointing_holds_more_and_learns_the_same(folder):
 
 def test_trls_loss_makes_the_same_steps(folder, monkeypatch):
     pytest.importorskip("trl")
-    models, make = [], peers.peft_model
-    monkeypatch.setattr(peers, "peft_model", lambda *given: models.append(make(*given)) or models[-1])
+    models = []
+    make = peers.peft_model
+    monkeypatch.setattr(peers, "peft_model", lambda *arguments: models.append(make(*arguments)) or models[-1])
     for fused in (False, True):
         torch.manual_seed(0)  # of the adapter's first weights
         recomputing, keeping = peers.sft(folder, 256, FP32, fused)

@@ -10,13 +10,14 @@ def test_every_stage_is_timed_on_passages_of_the_corpus(tmp_path, minilm, monkey
     write_jsonl(tmp_path / "c.jsonl", rows)
     documents = pipeline.passages([str(tmp_path / "c.jsonl")], 40)
     assert documents == pipeline.passages([str(tmp_path / "c.jsonl")], 40) and len(documents) == 40
-    known = " ".join(row["text"] for row in rows)
+    corpus_text = " ".join(row["text"] for row in rows)
     assert all(text.count(".") == 4 for text in (d.text for d in documents))
-    assert all(f"{s.strip()}." in known for d in documents for s in d.text.split(".") if s.strip())
+    assert all(f"{s.strip()}." in corpus_text for d in documents for s in d.text.split(".") if s.strip())
     monkeypatch.setattr(pipeline, "SHAPE", dict(zip(pipeline.SHAPE, (32, 1, 4, 48), strict=True)))
-    reranker, asked = pipeline.cross_encoder(minilm, tmp_path, "fp32"), []
+    reranker = pipeline.cross_encoder(minilm, tmp_path, "fp32")
+    pair_counts = []
     scores = reranker.scores
-    monkeypatch.setattr(reranker, "scores", lambda pairs: asked.append(len(pairs)) or scores(pairs))
+    monkeypatch.setattr(reranker, "scores", lambda pairs: pair_counts.append(len(pairs)) or scores(pairs))
     row = pipeline.measure(documents, ["Which house is red?", "street"], BertEncoder(str(minilm), "plain"), reranker)
-    assert asked == [15, 15, 15] and all(value > 0 for value in row.values())
+    assert pair_counts == [15, 15, 15] and all(value > 0 for value in row.values())
     assert list(row) == ["encode_ms", "semantic_ms", "lexical_ms", "hybrid_ms", "all_ms"]

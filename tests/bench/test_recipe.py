@@ -15,7 +15,7 @@ from r3lite.core.invocation import resolve
 from r3lite.datasets.qa import read_questions
 from r3lite.datasets.splits import without
 from r3lite.settings import PpoConfig
-from tests.commands import CONFIGS
+from tests.commands import CONFIGS, argument
 
 # Stands in for the commands: writes what each leaves in --output, and notes that it ran. It obeys files beside it:
 # `fail` has the name of an output at which it fails, `stop` of one at which it has the bench stopped by SIGTERM, `none`
@@ -91,12 +91,8 @@ def ran(folder: Path) -> list[list[str]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def kept(folder: Path) -> list[dict]:
+def recorded_runs(folder: Path) -> list[dict]:
     return json.loads((folder / "results" / "recipe.json").read_text())["runs"]
-
-
-def given(words: list[str], flag: str) -> str:
-    return words[words.index(flag) + 1]
 
 
 def evaluated(label: str) -> list[str]:
@@ -126,20 +122,20 @@ def test_the_stages_of_the_whole_way_in_their_order(way, tmp_path):
     words = dict(zip(outputs, ran(tmp_path), strict=True))
     rag, gold, over, collect, sft, cold = ran(tmp_path)[:6]
     folder = tmp_path / "way"
-    assert (given(rag, "--baseline"), given(gold, "--baseline"), given(rag, "--limit")) == ("rag", "gold", "8")
+    assert (argument(rag, "--baseline"), argument(gold, "--baseline"), argument(rag, "--limit")) == ("rag", "gold", "8")
     assert over[2:4] == [str(folder / "evaluate-rag-one"), str(folder / "evaluate-gold-one")]
-    assert (given(collect, "--source"), given(collect, "--exclude")) == ("gold", str(tmp_path / "dev.jsonl"))
-    assert given(cold, "--adapter") == str(folder / "sft")
+    assert (argument(collect, "--source"), argument(collect, "--exclude")) == ("gold", str(tmp_path / "dev.jsonl"))
+    assert argument(cold, "--adapter") == str(folder / "sft")
     with_cold = words["over-sft-self-one"]
     assert with_cold[2:4] == [str(folder / "evaluate-sft-one"), str(folder / "evaluate-self-one")]
-    assert given(sft, "--sources") == f"{folder / 'gold-one.jsonl'}=1"
-    assert given(words["half1"], "--sources") == f"{folder / 'gold-one-half1.jsonl'}=1"
-    assert given(words["half1-rl"], "--adapter") == str(folder / "half1")
-    assert given(words["evaluate-half1-rl-one"], "--adapter") == str(folder / "half1-rl")
+    assert argument(sft, "--sources") == f"{folder / 'gold-one.jsonl'}=1"
+    assert argument(words["half1"], "--sources") == f"{folder / 'gold-one-half1.jsonl'}=1"
+    assert argument(words["half1-rl"], "--adapter") == str(folder / "half1")
+    assert argument(words["evaluate-half1-rl-one"], "--adapter") == str(folder / "half1-rl")
     trained = [words[label] for label in ("sft", "half1", "half2", "self", "self-control", "half1-rl")]
-    assert {given(line, "--resume") for line in trained} == {"auto"}
-    others = [rag, collect, words["own-self-half1-one.jsonl"]]
-    assert {given(line, "--preset") for line in [*trained, *others]} == {"hotpotqa"}
+    assert {argument(line, "--resume") for line in trained} == {"auto"}
+    sampling = [rag, collect, words["own-self-half1-one.jsonl"]]
+    assert {argument(line, "--preset") for line in [*trained, *sampling]} == {"hotpotqa"}
 
 
 def test_plain_rag_is_evaluated_before_what_is_compared_with_it(way):
@@ -150,8 +146,8 @@ def test_plain_rag_is_evaluated_before_what_is_compared_with_it(way):
 
 def self_questions(words: list[str]) -> set[str]:
     """The questions of a `collect`: those of its file that stand in no file of --exclude."""
-    files = given(words, "--exclude").split(",")
-    return {q.text for q in without(read_questions(given(words, "--data")), files)}
+    files = argument(words, "--exclude").split(",")
+    return {q.text for q in without(read_questions(argument(words, "--data")), files)}
 
 
 def test_the_self_round_samples_no_question_with_the_adapter_that_learned_it(way, tmp_path):
@@ -159,12 +155,12 @@ def test_the_self_round_samples_no_question_with_the_adapter_that_learned_it(way
     _, outputs = way("--baselines", "--then", "self", sets=("one", "two"))
     words = dict(zip(outputs, ran(tmp_path), strict=True))
     for name in ("one", "two"):
-        for half, other in (("half1", "half2"), ("half2", "half1")):
+        for half, other_half in (("half1", "half2"), ("half2", "half1")):
             sample = words[f"own-self-{half}-{name}.jsonl"]
-            assert given(sample, "--adapter") == str(tmp_path / "way" / other)
-            assert (given(sample, "--source"), given(sample, "--num-generations")) == ("self", "4")
+            assert argument(sample, "--adapter") == str(tmp_path / "way" / other_half)
+            assert (argument(sample, "--source"), argument(sample, "--num-generations")) == ("self", "4")
             assert self_questions(sample) == sft_questions(words[half]) != set()
-            assert not self_questions(sample) & sft_questions(words[other])
+            assert not self_questions(sample) & sft_questions(words[other_half])
     questions = {f"Who is {name}?" for name in TRAIN} - {"Who is Bo?"}
     assert sft_questions(words["half1"]) | sft_questions(words["half2"]) == questions
 
@@ -175,7 +171,7 @@ def test_the_files_of_a_set_share_its_weight_by_their_numbers_of_rows(way, tmp_p
     words = dict(zip(outputs, ran(tmp_path), strict=True))
     folder = tmp_path / "way"
     shares = {"gold-one": "1.5", "own-self-half1-one": "0.3", "own-self-half2-one": "1.2"}
-    assert given(words["self"], "--sources") == ",".join(f"{folder / name}.jsonl={w}" for name, w in shares.items())
+    assert argument(words["self"], "--sources") == ",".join(f"{folder / name}.jsonl={w}" for name, w in shares.items())
     assert "--adapter" not in words["self"]  # from the base
 
 
@@ -184,7 +180,7 @@ def test_a_half_of_which_no_sample_is_right_is_left_out(way, tmp_path):
     (tmp_path / "none").write_text("own-self-half1-one.jsonl")
     status, outputs = way("--baselines", "--then", "self", weight=",3")
     assert status == 0
-    sources = given(dict(zip(outputs, ran(tmp_path), strict=True))["self"], "--sources")
+    sources = argument(dict(zip(outputs, ran(tmp_path), strict=True))["self"], "--sources")
     assert sources.replace(str(tmp_path / "way"), "") == "/gold-one.jsonl=1.66667,/own-self-half2-one.jsonl=1.33333"
     assert way("--baselines", "--then", "self", weight=",3") == (0, [])
 
@@ -207,23 +203,23 @@ def test_the_control_of_the_self_round_takes_as_many_steps_on_gold_alone(way, tm
     _, outputs = way("--baselines", "--then", "self", *flags)
     words = dict(zip(outputs, ran(tmp_path), strict=True))
     control, cold = words["self-control"], words["sft"]
-    assert given(control, "--sources") == given(cold, "--sources")
-    assert (given(control, "--max-steps"), given(control, "--max-length")) == ("7", "900")
+    assert argument(control, "--sources") == argument(cold, "--sources")
+    assert (argument(control, "--max-steps"), argument(control, "--max-length")) == ("7", "900")
     # sft refuses both.
-    assert "--epochs" not in control and given(words["self"], "--epochs") == given(cold, "--epochs") == "2"
+    assert "--epochs" not in control and argument(words["self"], "--epochs") == argument(cold, "--epochs") == "2"
     assert {"over-sft-self-control-one", "evaluate-self-control-one"} <= set(outputs)
 
 
 def rl_questions(words: list[str]) -> set[str]:
     """The questions of a `ppo`: those of its sources that stand in no file of --exclude."""
-    config = resolve("ppo", PpoConfig(), ["--config", given(words, "--config")])
-    files = given(words, "--exclude").split(",")
+    config = resolve("ppo", PpoConfig(), ["--config", argument(words, "--config")])
+    files = argument(words, "--exclude").split(",")
     return {q.text for entry in config.mixture.sources for q in without(read_questions(entry["file"]), files)}
 
 
 def sft_questions(words: list[str]) -> set[str]:
     """The questions of the trajectories of an `sft`."""
-    files = [entry.rpartition("=")[0] for entry in given(words, "--sources").split(",")]
+    files = [entry.rpartition("=")[0] for entry in argument(words, "--sources").split(",")]
     return {row.text("question") for file in files for row in read_jsonl(Path(file))}
 
 
@@ -234,14 +230,14 @@ def test_reinforcement_learning_asks_no_question_of_a_dev_file_or_of_its_demonst
     cold, half1, half2 = (words for words in ran(tmp_path) if words[0] == "sft")
     rl1, rl2 = (words for words in ran(tmp_path) if words[0] == "ppo")
     gold = [tmp_path / "way" / f"gold-{name}.jsonl" for name in ("one", "two")]
-    assert given(cold, "--sources") == ",".join(f"{path}=2.5" for path in gold)
-    config = resolve("ppo", PpoConfig(), ["--config", given(rl1, "--config")])
+    assert argument(cold, "--sources") == ",".join(f"{path}=2.5" for path in gold)
+    config = resolve("ppo", PpoConfig(), ["--config", argument(rl1, "--config")])
     assert [(s["name"], s["file"], s["weight"], s["type"]) for s in config.mixture.sources] == [
         (name, str(tmp_path / "train.jsonl"), 1.0, "qa") for name in ("one", "two")
     ]
     train = {f"Who is {name}?" for name in TRAIN} - {"Who is Bo?"}
     for taught, reinforced in ((half1, rl1), (half2, rl2)):
-        assert given(reinforced, "--adapter") == given(taught, "--output")
+        assert argument(reinforced, "--adapter") == argument(taught, "--output")
         assert (
             sft_questions(taught) and rl_questions(reinforced) and not sft_questions(taught) & rl_questions(reinforced)
         )
@@ -258,19 +254,19 @@ def test_cross_fitting_ends_with_the_mean_of_both_adapters(way, tmp_path):
     export, last, _ = ran(tmp_path)[-3:]
     folder = tmp_path / "way"
     assert export[0] == "export" and "--adapter" not in export
-    assert given(export, "--average") == f"{folder / 'half1-rl'},{folder / 'half2-rl'}"
-    assert given(last, "--adapter") == given(export, "--output") == str(folder / "rl-mean")
-    assert [score["model"] for score in kept(tmp_path)[0]["scores"]] == ["sft", *labels]
+    assert argument(export, "--average") == f"{folder / 'half1-rl'},{folder / 'half2-rl'}"
+    assert argument(last, "--adapter") == argument(export, "--output") == str(folder / "rl-mean")
+    assert [score["model"] for score in recorded_runs(tmp_path)[0]["scores"]] == ["sft", *labels]
     assert way(*stages, "--cross-fit") == (0, [])
 
 
 def test_the_self_round_and_reinforcement_learning_share_the_adapters_of_the_halves(way, tmp_path):
     halves = ["half1", "half2"]
-    for then, labels in (
+    for stages, labels in (
         (["self", "rag-sft", "rl"], [*halves, "self", "self-control", "rag-sft", "half1-rl", "half2-rl", "rl-mean"]),
         (["rl", "self"], ["half1", "half1-rl", "half2", "half2-rl", "rl-mean", "self", "self-control"]),
     ):
-        settings, _ = recipe.parse(["--set", "a=b,c", "--then", *then, "--cross-fit"], "")
+        settings, _ = recipe.parse(["--set", "a=b,c", "--then", *stages, "--cross-fit"], "")
         assert settings.labels() == ["sft", *labels]
     assert way("--baselines", "--then", "rl", "--cross-fit")[0] == 0
     _, outputs = way("--baselines", "--then", "rl", "self", "--cross-fit")
@@ -293,12 +289,12 @@ def test_plain_rag_is_fine_tuned_and_asked_as_it_was_trained(way, tmp_path):
     collect, sft, evaluate, over_rag, over_cold = ran(tmp_path)[-5:]
     folder = tmp_path / "way"
     for words in (rag, collect, evaluate):
-        shown = [given(words, flag) for flag in ("--baseline", "--top-k", "--max-document-tokens", "--model")]
-        assert shown == ["rag", "5", "90", "tiny"]
-    assert (given(collect, "--exclude"), given(collect, "--limit")) == (str(tmp_path / "dev.jsonl"), "4")
-    assert given(sft, "--sources") == f"{folder / 'rag-one.jsonl'}=1" and "--adapter" not in sft
-    assert (given(sft, "--epochs"), given(sft, "--learning-rate")) == ("2", "1e-4")
-    assert given(evaluate, "--adapter") == str(folder / "rag-sft")
+        settings = [argument(words, flag) for flag in ("--baseline", "--top-k", "--max-document-tokens", "--model")]
+        assert settings == ["rag", "5", "90", "tiny"]
+    assert (argument(collect, "--exclude"), argument(collect, "--limit")) == (str(tmp_path / "dev.jsonl"), "4")
+    assert argument(sft, "--sources") == f"{folder / 'rag-one.jsonl'}=1" and "--adapter" not in sft
+    assert (argument(sft, "--epochs"), argument(sft, "--learning-rate")) == ("2", "1e-4")
+    assert argument(evaluate, "--adapter") == str(folder / "rag-sft")
     assert over_rag[2:4] == [str(folder / f"evaluate-{label}-one") for label in ("rag", "rag-sft")]
     assert over_cold[2:4] == [str(folder / f"evaluate-{label}-one") for label in ("sft", "rag-sft")]
     assert cold[0] == "sft" and "--learning-rate" not in cold
@@ -309,29 +305,29 @@ def test_plain_rag_is_fine_tuned_and_asked_as_it_was_trained(way, tmp_path):
 def test_a_way_that_was_stopped_goes_on_and_is_one_run(way, tmp_path, capsys):
     (tmp_path / "stop").write_text("sft")
     assert way(*SHORT) == (143, COLD[:5])
-    (run,) = kept(tmp_path)
+    (run,) = recorded_runs(tmp_path)
     assert (run["complete"], run["stopped"]) == (False, "interrupted") and len(run["scores"]) == 2
     assert "**Not complete**: interrupted." in (tmp_path / "results" / "recipe.md").read_text()
     first = {stage["stage"]: stage for stage in run["stages"]}["sft"]
     assert first["starts"] == 1 and first["seconds"] < 30  # it was ended, not waited for
     assert way(*SHORT) == (0, COLD[4:])
-    (run,) = kept(tmp_path)
+    (run,) = recorded_runs(tmp_path)
     stage = {stage["stage"]: stage for stage in run["stages"]}["sft"]
     assert run["complete"] and (stage["starts"], stage["tokens"], stage["steps"]) == (2, 250, 7)
     assert stage["seconds"] > first["seconds"] and stage["complete"] and len(stage["commits"]) == 1
-    assert way(*SHORT) == (0, []) and len(kept(tmp_path)) == 1
+    assert way(*SHORT) == (0, []) and len(recorded_runs(tmp_path)) == 1
     assert way(*SHORT, "--then", "self") == (0, SELF)
     labels = ["rag", "gold", "sft", "half1", "half2", "self", "self-control"]
-    assert [score["model"] for score in kept(tmp_path)[0]["scores"]] == labels
+    assert [score["model"] for score in recorded_runs(tmp_path)[0]["scores"]] == labels
 
 
 def test_a_stage_that_fails_ends_the_way_and_is_named(way, tmp_path, capsys):
     (tmp_path / "fail").write_text("gold-one.jsonl")
     assert way(*SHORT) == (1, COLD[:4])
     assert "the stage gold-one failed with status 1" in capsys.readouterr().err
-    assert kept(tmp_path)[0]["stopped"] == "the stage gold-one failed with status 1"
+    assert recorded_runs(tmp_path)[0]["stopped"] == "the stage gold-one failed with status 1"
     (tmp_path / "fail").unlink()
-    assert way(*SHORT) == (0, COLD[3:]) and kept(tmp_path)[0]["complete"]
+    assert way(*SHORT) == (0, COLD[3:]) and recorded_runs(tmp_path)[0]["complete"]
 
 
 def test_trajectories_of_the_model_that_a_killed_run_left_are_gone_on_with(way, tmp_path):
@@ -347,7 +343,7 @@ def test_other_settings_are_another_way(way, tmp_path, capsys):
     assert way(*SHORT)[0] == 0
     assert way(*SHORT, "--seed", "1") == (1, [])
     assert "holds a way with other settings: seed (was 0, is 1)" in capsys.readouterr().err
-    assert len(kept(tmp_path)) == 1
+    assert len(recorded_runs(tmp_path)) == 1
 
 
 def test_the_untrained_model_is_asked_in_steps(way, tmp_path):
@@ -359,14 +355,14 @@ def test_the_untrained_model_is_asked_in_steps(way, tmp_path):
 def test_flags_may_be_added_for_stages_that_did_not_begin(way, tmp_path, capsys):
     assert way(*SHORT)[0] == 0
     assert way(*SHORT, "--then", "rl", "--flags", "ppo=--max-steps 3")[1][4] == "half1-rl"
-    assert given(ran(tmp_path)[4], "--max-steps") == "3"
+    assert argument(ran(tmp_path)[4], "--max-steps") == "3"
     assert way(*SHORT, "--then", "rl", "--flags", "ppo=--max-steps 3", "sft=--epochs 2") == (1, [])
     assert "the stage sft was begun with other flags" in capsys.readouterr().err
 
 
 def test_flags_reach_the_stages_that_they_are_for(way, tmp_path):
     assert way(*SHORT, "--then", "self", "--flags", "rag=--top-k 5", "self=--keep 1", "evaluate=--max-hops 2")[0] == 0
-    with_flag = [[Path(given(w, "--output")).name for w in ran(tmp_path) if f in w] for f in ("--top-k", "--keep")]
+    with_flag = [[Path(argument(w, "--output")).name for w in ran(tmp_path) if f in w] for f in ("--top-k", "--keep")]
     assert with_flag == [["evaluate-rag-one"], ["own-self-half1-one.jsonl", "own-self-half2-one.jsonl"]]
     assert sum("--max-hops" in words for words in ran(tmp_path)) == 7
 
@@ -391,7 +387,7 @@ def test_arguments_that_are_wrong_are_named(capsys, arguments, says):
 
 def test_what_is_recorded_and_shown(way, tmp_path, capsys):
     assert way(*SHORT, "--model-name", "Small", "--flags", "sft=--epochs 2", sets=("one", "two"))[0] == 0
-    (run,) = kept(tmp_path)
+    (run,) = recorded_runs(tmp_path)
     assert run["section"] == "way: Small, seed 0" and run["sets"]["two"] == ["train.jsonl", "dev.jsonl"]
     assert run["preset_values"]["top_k"] == 3 and run["flags"] == {"sft": "--epochs 2"}
     assert {"commit", "threads", "precision", "processor", "date"} <= run.keys()
@@ -399,12 +395,12 @@ def test_what_is_recorded_and_shown(way, tmp_path, capsys):
     stages = {stage["stage"]: stage for stage in run["stages"]}
     assert stages["evaluate-rag-one"]["tokens"] == 42 and stages["gold-one"]["trajectories"] == 5
     assert 1 < stages["sft"]["peak_mib"] < 100_000
-    shown = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     em, over = "0.250 (0.125 to 0.500)", "+0.125 (-0.250 to +0.375)"
-    assert f"| plain RAG | {em} | {em} | 0.250 |  |  |" in shown
-    assert f"| cold start | {em} | {em} | 0.250 | {over} | {over} |" in shown
-    told = (tmp_path / "results" / "recipe.md").read_text()
-    assert shown.strip().splitlines()[-1] in told and "Flags: sft: `--epochs 2`." in told
+    assert f"| plain RAG | {em} | {em} | 0.250 |  |  |" in stdout
+    assert f"| cold start | {em} | {em} | 0.250 | {over} | {over} |" in stdout
+    page = (tmp_path / "results" / "recipe.md").read_text()
+    assert stdout.strip().splitlines()[-1] in page and "Flags: sft: `--epochs 2`." in page
     titles = {
         "self": "self round",
         "self-control": "cold start, with the steps of the self round",
@@ -440,7 +436,7 @@ def test_the_commands_themselves_take_what_they_are_given(tmp_path, capsys):
     write_jsonl(tmp_path / "train.jsonl", rows[:12])
     write_jsonl(tmp_path / "dev.jsonl", rows[11:15])
     sets = ["--set", f"world={tmp_path / 'train.jsonl'},{tmp_path / 'dev.jsonl'}"]
-    few = [
+    stage_flags = [
         "collect=--limit 8",
         "sft=--max-steps 2",
         "self=--num-generations 2",
@@ -450,9 +446,9 @@ def test_the_commands_themselves_take_what_they_are_given(tmp_path, capsys):
     arguments = [*sets, "--preset", "tiny", "--dtype", "fp32", "--baselines", "rag"]
     arguments += ["--then", "rag-sft", "self", "rl", "--cross-fit"]
     handler = signal.getsignal(signal.SIGTERM)
-    assert recipe.main([*arguments, "--flags", *few, *places]) == 0
+    assert recipe.main([*arguments, "--flags", *stage_flags, *places]) == 0
     signal.signal(signal.SIGTERM, handler)
-    (run,) = kept(tmp_path)
+    (run,) = recorded_runs(tmp_path)
     assert run["complete"] and run["model"] == "tiny" and [s["n"] for s in run["scores"]] == [4] * 10
     trajectories = {s["stage"]: s.get("trajectories") for s in run["stages"]}
     assert trajectories["gold-world"] == trajectories["rag-world"] == 8

@@ -22,15 +22,15 @@ def a_run(date: str, speed: float, section: str = "decode", **changes) -> dict:
     return {"section": section, "date": date, **ON, "note": "5 repeats.", "records": rows} | changes
 
 
-def kept(folder) -> list[dict]:
+def recorded_runs(folder) -> list[dict]:
     return json.loads((folder / "speed-cpu.json").read_text())["runs"]
 
 
 def test_runs_are_added_and_none_is_replaced(tmp_path):
     for run in (a_run("1", 10.0), a_run("2", 30.0), a_run("2", 7.0, "sft"), a_run("3", 20.0)):
         records.keep(tmp_path, "cpu", BENCH, run)
-    found = [(run["section"], run["date"], run["records"][0]["tokens_per_second"]) for run in kept(tmp_path)]
-    assert found == [("decode", "1", 10.0), ("decode", "2", 30.0), ("sft", "2", 7.0), ("decode", "3", 20.0)]
+    rows = [(run["section"], run["date"], run["records"][0]["tokens_per_second"]) for run in recorded_runs(tmp_path)]
+    assert rows == [("decode", "1", 10.0), ("decode", "2", 30.0), ("sft", "2", 7.0), ("decode", "3", 20.0)]
     text = (tmp_path / "speed-cpu.md").read_text()
     assert "| a | r3lite | fp32 | chip | 2 | 3 | 10.0 to 30.0 |" in text and "Over all 3 runs" in text
     assert "| a | r3lite | fp32 | chip | 2 | 1 | 7.0 |" in text and "Over all 1 runs" in text
@@ -43,14 +43,14 @@ def test_a_run_that_goes_on_is_one_run(tmp_path):
     records.keep(tmp_path, "cpu", BENCH, run)
     run["records"].append({"contest": "b", "contestant": "r3lite", "tokens_per_second": 5.0})
     records.keep(tmp_path, "cpu", BENCH, run)
-    assert [len(run["records"]) for run in kept(tmp_path)] == [2]
+    assert [len(run["records"]) for run in recorded_runs(tmp_path)] == [2]
 
 
 def test_a_run_that_goes_on_after_another_was_added_is_one_run(tmp_path):
     """A way of hours is stopped, another is begun beside it, and the first one goes on."""
     for run in (a_run("1", 10.0), a_run("2", 30.0), a_run("1", 20.0)):
         records.keep(tmp_path, "cpu", BENCH, run)
-    assert [(run["date"], run["records"][0]["tokens_per_second"]) for run in kept(tmp_path)] == [
+    assert [(run["date"], run["records"][0]["tokens_per_second"]) for run in recorded_runs(tmp_path)] == [
         ("2", 30.0),
         ("1", 20.0),
     ]
@@ -59,18 +59,18 @@ def test_a_run_that_goes_on_after_another_was_added_is_one_run(tmp_path):
 def test_ranges_are_of_runs_under_the_same_conditions():
     on = [{}, {"precision": "bf16"}, {"processor": "other"}, {"threads": 1}, {"commit": "def"}]
     runs = [a_run(str(i), float(i), **changes) for i, changes in enumerate(on)]
-    found = records.ranges(BENCH, runs)
-    assert sum(row["runs"] for row in found) == len(runs)  # none is left out
-    assert [(row["runs"], row["tokens_per_second"]) for row in found] == [
+    ranges = records.ranges(BENCH, runs)
+    assert sum(row["runs"] for row in ranges) == len(runs)  # none is left out
+    assert [(row["runs"], row["tokens_per_second"]) for row in ranges] == [
         (2, "0.0 to 4.0"), (1, "1.0"), (1, "2.0"), (1, "3.0")
     ]  # fmt: skip
 
 
 def test_what_a_run_ran_on_is_recorded_and_shown(monkeypatch):
-    told = records.provenance(Precision(torch.bfloat16, torch.device("cpu")))
-    assert told["precision"] == "bf16" and told["threads"] == torch.get_num_threads()
-    assert told["versions"]["torch"] == torch.__version__ and set(told["versions"]) == set(records.PACKAGES)
-    assert told["processor"] and told["date"].endswith("Z")
+    provenance = records.provenance(Precision(torch.bfloat16, torch.device("cpu")))
+    assert provenance["precision"] == "bf16" and provenance["threads"] == torch.get_num_threads()
+    assert provenance["versions"]["torch"] == torch.__version__ and set(provenance["versions"]) == set(records.PACKAGES)
+    assert provenance["processor"] and provenance["date"].endswith("Z")
     line = records.conditions(a_run("1", 1.0))
     assert line == "Commit abc; precision fp32; chip, threads 2; torch 2.13."
     old = records.conditions(a_run("1", 1.0, commit=NOT_RECORDED, committed_in="def"))

@@ -17,5 +17,5 @@ def test_memory_of_building_is_predicted_within_a_quarter_and_recall_is_that_of_
     built = retrieval.in_new_process(retrieval.build, tmp_path, kind, d)
     predicted = retrieval.estimate(kind, count, d).build / retrieval.MIB
     assert built["build_peak_mib"] == pytest.approx(predicted, rel=0.25)
-    found = retrieval.in_new_process(retrieval.search, tmp_path, kind)
-    assert found["recall_at_10"] >= {"flat": 0.999, "ivf-sq8": 0.9}[kind] and found["queries_per_s"] > 0
+    searched = retrieval.in_new_process(retrieval.search, tmp_path, kind)
+    assert searched["recall_at_10"] >= {"flat": 0.999, "ivf-sq8": 0.9}[kind] and searched["queries_per_s"] > 0

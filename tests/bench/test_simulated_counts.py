@@ -16,10 +16,10 @@ KIB = 1024
 
 def done(card: SimulatedCuda, work) -> dict:
     """What the device did, without what is 0."""
-    before = card.so_far()
+    counts_before = card.so_far()
     work()
-    found = (card.so_far() - before).report()
-    return {name: value for name, value in found.items() if value}
+    report = (card.so_far() - counts_before).report()
+    return {name: value for name, value in report.items() if value}
 
 
 def kernels(card: SimulatedCuda, work) -> dict[str, int]:
@@ -27,8 +27,8 @@ def kernels(card: SimulatedCuda, work) -> dict[str, int]:
 
 
 def moved(card: SimulatedCuda, work) -> tuple[int, int]:
-    found = done(card, work)
-    return found.get("read", 0), found.get("written", 0)
+    report = done(card, work)
+    return report.get("read", 0), report.get("written", 0)
 
 
 # Kernels and bytes. x is [4, 8] in fp32, 128 bytes; w [8, 2], 64; their product [4, 2], 32.
@@ -36,8 +36,8 @@ def moved(card: SimulatedCuda, work) -> tuple[int, int]:
 
 def test_kernels_of_a_product_and_a_sum(card):
     x, w, b = (torch.ones(shape, device="cuda") for shape in ((4, 8), (8, 2), (2,)))
-    found = done(card, lambda: x @ w + b)
-    assert found == {
+    report = done(card, lambda: x @ w + b)
+    assert report == {
         "kernels": 2, "launches": 2, "read": (128 + 64) + (32 + 8), "written": 32 + 32,
         "operations": 2 * 4 * 8 * 2, "operators": {"mm": 1, "add": 1},
         "moved": {"mm": 128 + 64 + 32, "add": 32 + 8 + 32}, "computed": {"mm": 2 * 4 * 8 * 2},
@@ -56,7 +56,7 @@ def test_views_and_allocations_are_no_kernels(card):
 
 
 @pytest.mark.parametrize(
-    ("work", "read", "written"),
+    ("work", "bytes_read", "bytes_written"),
     [
         (lambda x: x.add_(1), 128, 128),
         (lambda x: x[0].mul_(2), 32, 32),
@@ -73,9 +73,9 @@ def test_views_and_allocations_are_no_kernels(card):
         (lambda x: x.sum(), 128, 4),
     ],
 )
-def test_bytes_that_a_kernel_moves(card, work, read, written):
+def test_bytes_that_a_kernel_moves(card, work, bytes_read, bytes_written):
     x = torch.ones(4, 8, device="cuda")
-    assert moved(card, lambda: work(x)) == (read, written)
+    assert moved(card, lambda: work(x)) == (bytes_read, bytes_written)
 
 
 def test_bytes_of_what_picks_and_places_rows(card):
@@ -87,8 +87,8 @@ def test_bytes_of_what_picks_and_places_rows(card):
     assert moved(card, lambda: table.gather(0, rows[:, None])) == (8 + 16, 8)
     out = torch.empty(2, 8, device="cuda")
     assert moved(card, lambda: torch.index_select(table, 0, rows, out=out)) == (64 + 16, 64)
-    many = torch.tensor([1] * 500, device="cuda")  # of a table of 256 bytes, which is fetched once
-    assert moved(card, lambda: table[:8].index_select(0, many)) == (8 * 32 + 500 * 8, 500 * 32)
+    indices = torch.tensor([1] * 500, device="cuda")  # of a table of 256 bytes, which is fetched once
+    assert moved(card, lambda: table[:8].index_select(0, indices)) == (8 * 32 + 500 * 8, 500 * 32)
     values = torch.ones(2, 8, device="cuda")
     assert moved(card, lambda: table.index_put_((rows,), values)) == (64 + 16, 64)
     one = torch.ones(2, 1, device="cuda")
@@ -97,8 +97,8 @@ def test_bytes_of_what_picks_and_places_rows(card):
 
 def test_a_product_that_is_added_in_place_has_the_operations_of_any(card):
     x, w, out = (torch.ones(shape, device="cuda") for shape in ((4, 8), (8, 2), (4, 2)))
-    found = done(card, lambda: out.addmm_(x, w))
-    assert (found["operations"], found["read"], found["written"]) == (2 * 4 * 8 * 2, 128 + 64 + 32, 32)
+    report = done(card, lambda: out.addmm_(x, w))
+    assert (report["operations"], report["read"], report["written"]) == (2 * 4 * 8 * 2, 128 + 64 + 32, 32)
 
 
 def test_an_operator_made_of_others_counts_as_those(card):
@@ -116,9 +116,9 @@ def test_in_inference_mode_operators_are_the_same(card):
     with torch.inference_mode():
         assert kernels(card, lambda: layer(x)) == {"addmm": 1}
         assert kernels(card, lambda: layer(x[None])) == {"addmm": 1}
-        before = card.so_far()
+        counts_before = card.so_far()
         assert bool((x > 0).all())
-        assert (card.so_far() - before).waits.total() == 1
+        assert (card.so_far() - counts_before).waits.total() == 1
 
 
 def test_what_is_one_kernel_on_cuda_is_one_here(card):
@@ -133,8 +133,8 @@ def test_what_is_one_kernel_on_cuda_is_one_here(card):
     y = rms_norm(leaf, weight, 1e-6)
     assert moved(card, lambda: torch.autograd.grad(y, [leaf], x)) == (128 + 128 + 32 + 16, 128)
     q = torch.ones(1, 2, 3, 4, device="cuda")
-    found = done(card, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
-    assert found["kernels"] == 1 and found["operations"] == 2 * 2 * (2 * 3 * 3 * 4)  # two products in two heads
+    report = done(card, lambda: F.scaled_dot_product_attention(q, q, q, is_causal=True))
+    assert report["kernels"] == 1 and report["operations"] == 2 * 2 * (2 * 3 * 3 * 4)  # two products in two heads
 
 
 def test_the_backward_pass_is_counted_by_hand_written_functions_too(card):
@@ -193,14 +193,14 @@ def test_copies_and_waits(card):
 )
 def test_the_host_waits_once(card, ask):
     x = torch.ones(3, device="cuda")
-    before = card.so_far()
+    counts_before = card.so_far()
     ask(x)
-    assert (card.so_far() - before).waits.total() == 1
+    assert (card.so_far() - counts_before).waits.total() == 1
 
 
 def test_a_wait_tells_where_in_r3lite_it_happens(card):
-    before = card.so_far()
+    counts_before = card.so_far()
     sampling_metrics([torch.zeros(2, 3, device="cuda")], 0.2, 0.2)
-    found = (card.so_far() - before).waits
-    assert found and {w.functions[0].partition(" ")[2] for w in found} == {"sampling_metrics"}
-    assert all(", rl/losses.py:" in str(w) for w in found), [str(w) for w in found]
+    waits = (card.so_far() - counts_before).waits
+    assert waits and {w.functions[0].partition(" ")[2] for w in waits} == {"sampling_metrics"}
+    assert all(", rl/losses.py:" in str(w) for w in waits), [str(w) for w in waits]

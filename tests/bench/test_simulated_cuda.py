@@ -22,11 +22,17 @@ KIB = 1024
 def test_what_is_made_of_tensors_of_the_device_is_there(card):
     x = torch.ones(2, 3, device="cuda")
     w = nn.Parameter(torch.ones(3).to("cuda"))
-    made = [x, w, x[0], x.T, x.detach(), x + 1, x.half(), x.new_zeros(2), torch.zeros_like(x), x.split(1)[0], (x @ w)]
-    made += [torch.cat((x, x)), x.sum(), x.max(-1).values, F.dropout(x), torch.where(x > 0, x, 0), x.to(torch.int64)]
-    made += [torch.tensor([1, 2], device="cuda"), torch.as_tensor([1], device="cuda"), torch.arange(3, device="cuda")]
-    made += [torch.ones(2).cuda(), torch.ones(2).to(x), torch.ones(2).to("cuda:0", torch.half), F.pad(x, (0, 1))]
-    assert [t.device for t in made] == [CUDA] * len(made) and all(t.is_cuda for t in made)
+    tensors = [
+        x, w, x[0], x.T, x.detach(), x + 1, x.half(), x.new_zeros(2), torch.zeros_like(x), x.split(1)[0], (x @ w)
+    ]  # fmt: skip
+    tensors += [torch.cat((x, x)), x.sum(), x.max(-1).values, F.dropout(x), torch.where(x > 0, x, 0), x.to(torch.int64)]
+    tensors += [
+        torch.tensor([1, 2], device="cuda"),
+        torch.as_tensor([1], device="cuda"),
+        torch.arange(3, device="cuda"),
+    ]
+    tensors += [torch.ones(2).cuda(), torch.ones(2).to(x), torch.ones(2).to("cuda:0", torch.half), F.pad(x, (0, 1))]
+    assert [t.device for t in tensors] == [CUDA] * len(tensors) and all(t.is_cuda for t in tensors)
     assert x.to("cuda") is x and x.to(torch.half).dtype == torch.half
 
 
@@ -46,11 +52,11 @@ def test_an_operator_of_a_tensor_and_a_number_is_a_kernel(card, compute, name):
     """It was a TypeError: on the device PyTorch makes it of the operator of two tensors."""
     expected = compute(torch.arange(-4, 5))
     x = torch.arange(-4, 5, device="cuda")
-    before = card.so_far()
+    counts_before = card.so_far()
     computed = compute(x)
     assert computed.device == CUDA and computed.dtype == expected.dtype
     assert computed.cpu().tolist() == expected.tolist()
-    assert (card.counts - before).operators[name] == 1
+    assert (card.counts - counts_before).operators[name] == 1
 
 
 def test_a_graph_has_an_operator_of_a_tensor_and_a_number(card):
@@ -65,7 +71,7 @@ def test_a_graph_has_an_operator_of_a_tensor_and_a_number(card):
 
 def test_what_is_not_asked_for_is_not_there(card):
     x = torch.ones(2, 3, device="cuda")
-    made = [
+    tensors = [
         torch.ones(2),
         torch.tensor([1]),
         x.cpu(),
@@ -73,7 +79,7 @@ def test_what_is_not_asked_for_is_not_there(card):
         torch.zeros_like(x, device="cpu"),
         torch.ones(1) + 1,
     ]
-    assert {t.device.type for t in made} == {"cpu"} and not any(t.is_cuda for t in made)
+    assert {t.device.type for t in tensors} == {"cpu"} and not any(t.is_cuda for t in tensors)
     assert torch.ones(2, device="meta").device.type == "meta"
     y = torch.zeros(2, 3)
     assert y.copy_(x) is y and y.device.type == "cpu" and y.sum() == 6
@@ -144,13 +150,14 @@ def test_a_tensor_of_the_device_is_no_array(card):
 
 
 def test_a_generator_is_of_one_device(card):
-    here, there = torch.Generator(), torch.Generator("cuda")
-    assert (here.device.type, there.device.type) == ("cpu", "cuda")
-    torch.rand(3, generator=here), torch.rand(3, device="cuda", generator=there)
+    cpu_generator = torch.Generator()
+    cuda_generator = torch.Generator("cuda")
+    assert (cpu_generator.device.type, cuda_generator.device.type) == ("cpu", "cuda")
+    torch.rand(3, generator=cpu_generator), torch.rand(3, device="cuda", generator=cuda_generator)
     with pytest.raises(RuntimeError, match="Expected a 'cuda' device type for generator"):
-        torch.rand(3, device="cuda", generator=here)
+        torch.rand(3, device="cuda", generator=cpu_generator)
     with pytest.raises(RuntimeError, match="Expected a 'cpu' device type for generator"):
-        torch.rand(3, generator=there)
+        torch.rand(3, generator=cuda_generator)
 
 
 # Numbers
@@ -194,11 +201,11 @@ def test_the_device_has_random_numbers_of_its_own(card):
 
 def test_autocast_leaves_cat_and_stack_alone_on_the_device(card):
     """On a CPU it has them take one dtype, and refuses that of the other half precision."""
-    here, there = (torch.ones(2, dtype=torch.float16, device=device) for device in ("cpu", "cuda"))
+    on_cpu, on_cuda = (torch.ones(2, dtype=torch.float16, device=device) for device in ("cpu", "cuda"))
     with torch.autocast("cuda", torch.bfloat16):
-        assert torch.stack((there, there)).dtype == torch.cat((there, there)).dtype == torch.float16
+        assert torch.stack((on_cuda, on_cuda)).dtype == torch.cat((on_cuda, on_cuda)).dtype == torch.float16
         with pytest.raises(RuntimeError, match="autocast"):
-            torch.stack((here, here))
+            torch.stack((on_cpu, on_cpu))
 
 
 def test_fp16_with_autocast_and_a_scaler(card):
@@ -255,7 +262,7 @@ def test_a_card_is_full_where_its_free_memory_ends():
 
 def test_memory_runs_out_when_it_is_told_to_once(card):
     x = torch.ones(3, device="cuda")
-    card.run_out_of_memory(after=2)
+    card.run_out_of_memory(after_allocations=2)
     x + 1, x.add_(1), x.view(-1), x + 1
     with pytest.raises(torch.OutOfMemoryError):
         x + 1
@@ -294,11 +301,11 @@ def test_events_tell_the_time_that_bytes_take(card):
 
 def test_after_the_block_all_is_as_before():
     names = [(torch.Tensor, n) for n in ("device", "to", "tolist", "numpy")] + [(torch, "tensor"), (torch, "autocast")]
-    before = [getattr(owner, name) for owner, name in names]
+    originals = [getattr(owner, name) for owner, name in names]
     with pytest.raises(KeyError), SimulatedCuda():
         x = torch.ones(3, device="cuda")
         raise KeyError
-    assert [getattr(owner, name) for owner, name in names] == before and "device" not in vars(torch.Tensor)
+    assert [getattr(owner, name) for owner, name in names] == originals and "device" not in vars(torch.Tensor)
     assert not torch.cuda.is_available() and x.device.type == "cpu"
     with SimulatedCuda() as card:  # what is kept from an earlier block, as caches do, is of the device still
         assert (x + torch.ones(3, device="cuda")).sum().item() == 6

@@ -17,7 +17,8 @@ KIB = 1024
 def test_a_graph_does_again_what_was_captured_on_the_same_memory(card):
     x, total = torch.zeros(2, 3, device="cuda"), torch.zeros(2, 5, device="cuda")
     step = torch.tensor([1], device="cuda")
-    graph, double = torch.cuda.CUDAGraph(), 2
+    graph = torch.cuda.CUDAGraph()
+    double = 2
     with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local"):
         assert torch.cuda.is_current_stream_capturing()
         y = F.pad(x * double + step, (1, 1))
@@ -27,9 +28,9 @@ def test_a_graph_does_again_what_was_captured_on_the_same_memory(card):
     x.fill_(3)
     double = 100  # a number of the host is the capture's for ever
     for times in (1, 2):
-        before = card.so_far()
+        counts_before = card.so_far()
         graph.replay()
-        done = (card.so_far() - before).report()
+        done = (card.so_far() - counts_before).report()
         assert done["launches"] == 1 and done["kernels"] == len(graph.kernels) > 8
         assert y.tolist() == [[0, 7, 7, 7, 0]] * 2
         assert total.tolist() == [[7 * times + row, *[7 * times] * 3, 0] for row in range(2)]
@@ -62,58 +63,58 @@ def test_attention_and_random_numbers_can_be_captured(card):
 # Streams
 
 
-def side_by_side(card, before=lambda s: None, after=lambda s: None, home=False):
+def side_by_side(card, on_start=lambda s: None, on_end=lambda s: None):
     """A tensor of this stream is doubled on another one, and the result is read here."""
-    other = torch.cuda.Stream(CUDA)
+    side_stream = torch.cuda.Stream(CUDA)
     x = torch.ones(3, device="cuda")
-    before(other)
-    with torch.cuda.stream(other):
+    on_start(side_stream)
+    with torch.cuda.stream(side_stream):
         y = x * 2
-    after(other)
-    return x, y, other
+    on_end(side_stream)
+    return x, y, side_stream
 
 
-def wait_for(other):
-    other.wait_stream(torch.cuda.current_stream())
+def wait_for(side_stream):
+    side_stream.wait_stream(torch.cuda.current_stream())
 
 
-def let_wait(other):
-    torch.cuda.current_stream().wait_stream(other)
+def let_wait(side_stream):
+    torch.cuda.current_stream().wait_stream(side_stream)
 
 
 def test_streams_that_wait_for_each_other(card):
-    x, y, other = side_by_side(card, wait_for, let_wait)
+    x, y, side_stream = side_by_side(card, wait_for, let_wait)
     assert (x + y).tolist() == [3] * 3
     event = torch.cuda.Event()
     x.add_(1)
     event.record()
-    other.wait_event(event)
-    with torch.cuda.stream(other):
+    side_stream.wait_event(event)
+    with torch.cuda.stream(side_stream):
         x.add_(1)
-        done_there = other.record_event()
+        done_there = side_stream.record_event()
     done_there.synchronize()  # the host waits, and so whatever it queues next comes after it
     assert x.tolist() == [3] * 3
     for tensor in (x, y):
-        tensor.record_stream(other)
+        tensor.record_stream(side_stream)
         tensor.record_stream(torch.cuda.current_stream())
 
 
 def test_a_stream_that_does_not_wait_is_found(card):
     with pytest.raises(Unordered, match="may still be writing"):
         side_by_side(card)
-    x, y, other = side_by_side(card, wait_for)
+    x, y, side_stream = side_by_side(card, wait_for)
     with pytest.raises(Unordered, match="may still be writing"):
         y.sum()
     with pytest.raises(Unordered, match="may still be reading"):
         x.zero_()
-    let_wait(other)
+    let_wait(side_stream)
 
 
 @pytest.mark.parametrize("recorded", [False, True])
 def test_memory_may_not_be_given_back_while_another_stream_uses_it(card, recorded):
-    x, _y, other = side_by_side(card, wait_for)
+    x, _y, side_stream = side_by_side(card, wait_for)
     if recorded:
-        x.record_stream(other)
+        x.record_stream(side_stream)
     del x
     if recorded:
         torch.ones(1, device="cuda") + 1

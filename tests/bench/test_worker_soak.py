@@ -35,10 +35,12 @@ def answer_backwards(listening: socket.socket) -> None:
 
 
 def test_a_round_has_each_question_as_often_as_it_should():
-    whole = [json.dumps({"id": id}) for id in "ab" for _ in range(EPISODES)]
-    assert is_complete(whole)
+    episodes = [json.dumps({"id": id}) for id in "ab" for _ in range(EPISODES)]
+    assert is_complete(episodes)
     assert (
-        not is_complete(whole[1:]) and not is_complete([*whole, whole[0]]) and not is_complete([*whole[1:], whole[-1]])
+        not is_complete(episodes[1:])
+        and not is_complete([*episodes, episodes[0]])
+        and not is_complete([*episodes[1:], episodes[-1]])
     )
 
 

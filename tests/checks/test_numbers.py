@@ -1,7 +1,5 @@
 """The checks of a pass: sound code passes them, and each fails if what it looks at is broken."""
 
-import dataclasses
-
 import pytest
 import torch
 
@@ -27,12 +25,12 @@ CHECKS = [
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_a_sound_device_passes(check, dtype):
-    found = check(Precision(DTYPES[dtype], CPU))
-    assert found.state == ("skipped" if check is numbers.logits_in_dtype and dtype == "fp32" else "ok"), found
+    finding = check(Precision(DTYPES[dtype], CPU))
+    assert finding.state == ("skipped" if check is numbers.logits_in_dtype and dtype == "fp32" else "ok"), finding
 
 
-def failed(found) -> bool:
-    return found.state == "failed" and bool(found.message) and bool(found.remedy)
+def failed(finding) -> bool:
+    return finding.state == "failed" and bool(finding.message) and bool(finding.remedy)
 
 
 def test_logits_fail_without_rotary_positions(monkeypatch):
@@ -47,21 +45,21 @@ def test_logits_fail_that_are_not_the_cpus(monkeypatch):
     exact = model.logits
 
     def off(hidden):
-        found = exact(hidden)
-        found[2, 7, 9] += 0.002
-        return found
+        logits = exact(hidden)
+        logits[2, 7, 9] += 0.002
+        return logits
 
     monkeypatch.setattr(model, "logits", off)
-    found = numbers.against_the_cpu(model, rows, CPU, "")
-    assert failed(found) and "TF32" in found.remedy
+    finding = numbers.against_the_cpu(model, rows, CPU, "")
+    assert failed(finding) and "TF32" in finding.remedy
 
 
 @pytest.mark.parametrize("size", [0.9, float("nan")])
 def test_logits_in_16_bits_fail_that_are_not_the_cpus(monkeypatch, size):
-    made = sample.tiny
+    make_tiny = sample.tiny
 
     def broken(precision, adapted=False):
-        model = made(precision, adapted)
+        model = make_tiny(precision, adapted)
         if precision.dtype != torch.float32:
             model.model.layers[1].mlp.down_proj.weight.mul_(size)
         return model
@@ -73,8 +71,8 @@ def test_logits_in_16_bits_fail_that_are_not_the_cpus(monkeypatch, size):
 def test_a_cache_fails_whose_documents_see_what_comes_after_them(monkeypatch):
     masks = kv_cache.StretchMasks.of
 
-    def all_seen(self, *given):
-        return [None if mask is None else torch.zeros_like(mask) for mask in masks(self, *given)]
+    def all_seen(self, *arguments):
+        return [None if mask is None else torch.zeros_like(mask) for mask in masks(self, *arguments)]
 
     monkeypatch.setattr(kv_cache.StretchMasks, "of", all_seen)
     assert failed(numbers.cached_decode(EXACT))
@@ -134,9 +132,9 @@ def test_a_sampler_fails_that_records_another_temperature(monkeypatch):
 
 
 def other_codes(weight):
-    found = NF4_QUANTIZE(weight)
-    found.codes[:2] ^= 1  # of 512 rows
-    return found
+    packed = NF4_QUANTIZE(weight)
+    packed.codes[:2] ^= 1  # of 512 rows
+    return packed
 
 
 NF4_QUANTIZE, NF4_DEQUANTIZE = nf4.quantize, nf4.dequantize
@@ -204,5 +202,5 @@ def test_the_definition_of_nf4_by_hand():
     weight = torch.zeros(1, 128)
     weight[0, :3] = torch.tensor([-2.0, 2.0, 0.0])
     packed = nf4.quantize(weight)
-    found = numbers._dequantized_by_hand(packed)
-    assert torch.allclose(found, weight, atol=1e-6) and dataclasses.is_dataclass(packed)
+    dequantized = numbers._dequantized_by_hand(packed)
+    assert torch.allclose(dequantized, weight, atol=1e-6)

@@ -17,13 +17,13 @@ MAY_BE_SKIPPED = {("logits in 16 bits", "fp32"), ("training in fp16", "fp16"), *
 def test_on_a_card_no_check_fails(check, dtype):
     if dtype == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
         pytest.skip("this card has no bf16")
-    found = check.run(Precision(DTYPES[dtype], resolve_device("cuda")))
-    assert found.state == "ok" or (found.state == "skipped" and (check.name, dtype) in MAY_BE_SKIPPED), found
+    finding = check.run(Precision(DTYPES[dtype], resolve_device("cuda")))
+    assert finding.state == "ok" or (finding.state == "skipped" and (check.name, dtype) in MAY_BE_SKIPPED), finding
 
 
 @pytest.mark.gpu
 def test_on_a_card_what_is_beside_the_tensors_is_as_planned():
     """Without what other programs held before: in a test CUDA has been used already."""
     torch.ones(8, 8, device="cuda").mm(torch.ones(8, 8, device="cuda"))
-    found = card.beside_tensors(Precision(torch.float32, torch.device("cuda")), {}, {})
-    assert found.state == "ok", found
+    finding = card.beside_tensors(Precision(torch.float32, torch.device("cuda")), {}, {})
+    assert finding.state == "ok", finding

@@ -28,8 +28,8 @@ def short(monkeypatch):
     monkeypatch.setattr(runs, "TOKENS", {False: 1000, True: 1000})
 
 
-def failed(found) -> bool:
-    return found.state == "failed" and bool(found.message) and bool(found.remedy)
+def failed(finding) -> bool:
+    return finding.state == "failed" and bool(finding.message) and bool(finding.remedy)
 
 
 def test_training_in_bf16_is_close_to_fp32_and_fp32_is_what_it_is_compared_with():
@@ -73,8 +73,8 @@ def test_training_fails_if_the_loss_of_a_step_is_no_number(monkeypatch, wrong):
 @pytest.mark.usefixtures("fast_half_products")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_run_takes_what_was_planned(dtype):
-    found = runs.memory(Precision(dtype, CPU))
-    assert found.state == "ok" and 0 < found.measured["measured_mib"] <= found.measured["budget_mib"]
+    finding = runs.memory(Precision(dtype, CPU))
+    assert finding.state == "ok" and 0 < finding.measured["measured_mib"] <= finding.measured["budget_mib"]
 
 
 @pytest.mark.parametrize("share", [0.8, 1.2])
@@ -100,11 +100,11 @@ def test_what_stays_there_is_granted_and_not_planned_with(monkeypatch):
     enforced, stays, run = [], 50 << 20, runs._run
     monkeypatch.setattr(runs, "enforce", lambda plan, device: enforced.append(plan.budget))
     monkeypatch.setattr(runs, "_freed_card", lambda: stays)
-    monkeypatch.setattr(runs, "_run", lambda flags, **more: run(["--preset", "tiny", *flags[4:]], **more))
+    monkeypatch.setattr(runs, "_run", lambda flags, **options: run(["--preset", "tiny", *flags[4:]], **options))
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
     monkeypatch.setattr(runs, "whole_card", contextlib.nullcontext)
-    found = runs.memory(Precision(torch.float32, torch.device("cuda")))
-    assert enforced[1] == found.measured["budget_mib"] * (1 << 20) + stays
+    finding = runs.memory(Precision(torch.float32, torch.device("cuda")))
+    assert enforced[1] == finding.measured["budget_mib"] * (1 << 20) + stays
 
 
 def test_memory_fails_if_it_runs_out(monkeypatch):
@@ -116,8 +116,8 @@ def test_memory_fails_if_it_runs_out(monkeypatch):
         return work(self, rows)
 
     monkeypatch.setattr(supervised.SFTTrainer, "add_gradients", runs_out)
-    found = runs.memory(EXACT)
-    assert failed(found) and "out of memory" in found.message
+    finding = runs.memory(EXACT)
+    assert failed(finding) and "out of memory" in finding.message
 
 
 def test_a_resumed_run_is_equal_to_the_bit():
@@ -143,8 +143,8 @@ def test_where_equal_runs_differ_nothing_can_be_equal_to_the_bit(monkeypatch):
         return record | {"loss": record["loss"] + 1e-7 * next(noise)}, tokens
 
     monkeypatch.setattr(supervised.SFTTrainer, "step", noisy)
-    found = runs.resume(EXACT)
-    assert found.state == "skipped" and "does not repeat runs exactly" in found.message
+    finding = runs.resume(EXACT)
+    assert finding.state == "skipped" and "does not repeat runs exactly" in finding.message
 
 
 def test_losses_that_are_no_numbers_are_no_error_of_the_check_itself():

@@ -51,7 +51,7 @@ def test_no_name_word_is_shared_between_splits_or_with_pretraining():
              for split in ("train", "dev", "test")}
     words["pretraining"] = {w for seed in range(100) for a in World(random.Random(seed)).articles()
                             for w in name_words(a["title"] + " " + a["text"])}
-    assert all(len(found) > 200 for found in words.values())
+    assert all(len(split_words) > 200 for split_words in words.values())
     for a in words:
         for b in words:
             assert a == b or not words[a] & words[b]
@@ -72,7 +72,7 @@ def test_a_hop_question_finds_its_article_among_three():
     weight = {word: math.log(len(bags) / n) for word, n in frequency.items()}
     vectors = [{w: n * weight[w] for w, n in bag.items()} for bag in bags]
     norms = [math.sqrt(sum(x * x for x in v.values())) for v in vectors]
-    found = asked = 0
+    hits = queries = 0
     for row in lines("test") + lines("test_comparison"):
         answers = {}
         for n, hop in enumerate(row["question_decomposition"], 1):
@@ -82,9 +82,9 @@ def test_a_hop_question_finds_its_article_among_three():
             scores = [sum(weight[w] * v.get(w, 0.0) for w in words) / norm for v, norm in zip(vectors, norms)]
             best = sorted(range(len(articles)), key=scores.__getitem__)[-3:]
             gold = row["paragraphs"][hop["paragraph_support_idx"]]["title"]
-            found += gold in {articles[i]["title"] for i in best}
-            asked += 1
-    assert found / asked >= 0.99, found / asked
+            hits += gold in {articles[i]["title"] for i in best}
+            queries += 1
+    assert hits / queries >= 0.99, hits / queries
 
 
 def test_comparisons_are_balanced_and_every_relation_is_asked():

@@ -80,8 +80,8 @@ def test_each_gap_has_one_answer():
     rain = Document("r", "Rain", "The weather on that day was (see 5) wet. It cost the town 90 pounds.")
     snow = Document("s", "Rain", "It cost the town 70 pounds. The other sentence (1) has a mark, see page 9.")
     assert not any("cost the town" in question.text for question in ClozeMaker([rain, snow]).questions(0))
-    again = [rain, Document("r2", "Rain", rain.text)]  # passages overlap
-    assert any("cost the town (1) pounds" in question.text for question in ClozeMaker(again).questions(0))
+    overlapping = [rain, Document("r2", "Rain", rain.text)]  # passages overlap
+    assert any("cost the town (1) pounds" in question.text for question in ClozeMaker(overlapping).questions(0))
 
 
 def test_a_link_has_no_gap_that_a_name_without_a_document_fills_too():
@@ -89,8 +89,8 @@ def test_a_link_has_no_gap_that_a_name_without_a_document_fills_too():
     berg = Document("1", "Anna Berg", "She was born in Ljungby on a farm.")
     book = Document("2", "Silent Harbour", "It was written by Anna Berg.")
     assert [title for _, title in ClozeMaker([berg, book]).links] == ["anna berg"]
-    other = Document("3", "Silent Harbour", "It was written by Carl Roe.")
-    assert ClozeMaker([berg, book, other]).links == []
+    namesake = Document("3", "Silent Harbour", "It was written by Carl Roe.")
+    assert ClozeMaker([berg, book, namesake]).links == []
 
 
 def test_a_title_stands_before_a_sentence_that_has_it_only_within_a_word():

@@ -9,7 +9,7 @@ FILMS = Document("0", "Alva (film)", ""), Document("1", "Berta", "")
 PEOPLE = Document("2", "Carl", ""), Document("3", "Dora", "")
 
 
-def asked(
+def comparison_sentence(
     a: str, b: str, answer: str, text: str = "Whose director died first, Alva or Berta?", kind="bridge_comparison"
 ):
     hops = (
@@ -39,9 +39,9 @@ def test_dates(text, expected):
 
 
 def test_the_earlier_date_comes_first_with_what_the_question_asks_about():
-    told = "Berta (9 June 1940) is before Alva (1956)."
-    assert asked("1956", "9 June 1940", "Berta") == told
-    assert asked("1956", "9 June 1940", "alva") == told
+    comparison = "Berta (9 June 1940) is before Alva (1956)."
+    assert comparison_sentence("1956", "9 June 1940", "Berta") == comparison
+    assert comparison_sentence("1956", "9 June 1940", "alva") == comparison
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,19 @@ def test_the_earlier_date_comes_first_with_what_the_question_asks_about():
     ],
 )
 def test_what_does_not_decide_is_not_compared(a, b, answer):
-    assert asked(a, b, answer) is None
+    assert comparison_sentence(a, b, answer) is None
 
 
 def test_only_comparisons_are_compared():
-    assert asked("1956", "1960", "Alva", kind="compositional") is None
+    assert comparison_sentence("1956", "1960", "Alva", kind="compositional") is None
 
 
 def test_whether_two_facts_are_the_same():
     text = "Are the directors of Alva and Berta of the same country?"
-    assert asked("India", "Italian", "no", text) == "India and Italian are not the same."
+    assert comparison_sentence("India", "Italian", "no", text) == "India and Italian are not the same."
     ends_with_same = "Are the nationalities of both directors the same?"
-    assert asked("India", "Italian", "no", ends_with_same) == "India and Italian are not the same."
-    assert asked("American", "U.S.", "yes", text) == "American and U.S. are the same."
+    assert comparison_sentence("India", "Italian", "no", ends_with_same) == "India and Italian are not the same."
+    assert comparison_sentence("American", "U.S.", "yes", text) == "American and U.S. are the same."
     # The facts of HotpotQA are whole sentences: one was made of two, with stops in it.
     facts = ("Ann is an American singer.", "Bob was a British painter.")
     hops = [Hop(f"Person {i}", fact, PEOPLE[i], (fact,)) for i, fact in enumerate(facts)]

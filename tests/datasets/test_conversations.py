@@ -49,52 +49,53 @@ GLAIVE = {
 R1 = {"question": "What is 2 + 2?", "reasoning": "Two and two\nmake four.", "answer": "4"}
 
 
-def said(row):
-    made = row_from_json(Record(row, Source("x.jsonl, line 1")), FORMAT, "x-1")
-    assert isinstance(made, Conversation) and made.id == "x-1"
-    return [(m["role"], m["content"]) for m in made.messages]
+def turns_of(row):
+    conversation = row_from_json(Record(row, Source("x.jsonl, line 1")), FORMAT, "x-1")
+    assert isinstance(conversation, Conversation) and conversation.id == "x-1"
+    return [(m["role"], m["content"]) for m in conversation.messages]
 
 
 def test_messages():
-    assert said(MESSAGES) == [("system", "Be brief."), ("user", "Where is Oslo?"), ("assistant", "In Norway.")]
+    assert turns_of(MESSAGES) == [("system", "Be brief."), ("user", "Where is Oslo?"), ("assistant", "In Norway.")]
 
 
 def test_sharegpt():
-    assert said(SHAREGPT) == [
+    assert turns_of(SHAREGPT) == [
         ("user", "Name a fjord."),
         ("assistant", "Sognefjord"),
         ("user", "Another?"),
         ("assistant", "Hardangerfjord"),
     ]
     opened = {"conversations": [{"from": "system", "value": "Be kind."}, *SHAREGPT["conversations"]]}
-    assert said(opened)[0] == ("system", "Be kind.")
+    assert turns_of(opened)[0] == ("system", "Be kind.")
 
 
 def test_alpaca():
-    assert said(ALPACA) == [("user", "Name the odd one out.\n\nOslo, Bergen, Rome"), ("assistant", "Rome")]
-    assert said(ALPACA | {"input": ""})[0] == ("user", "Name the odd one out.")
-    assert said(EVOL) == [("user", "Add 1 and 2 in Python."), ("assistant", "print(1 + 2)")]
+    assert turns_of(ALPACA) == [("user", "Name the odd one out.\n\nOslo, Bergen, Rome"), ("assistant", "Rome")]
+    assert turns_of(ALPACA | {"input": ""})[0] == ("user", "Name the odd one out.")
+    assert turns_of(EVOL) == [("user", "Add 1 and 2 in Python."), ("assistant", "print(1 + 2)")]
 
 
 def test_prompt_and_completion():
-    assert said(PROMPT) == [("user", "The sky is"), ("assistant", "blue.")]
+    assert turns_of(PROMPT) == [("user", "The sky is"), ("assistant", "blue.")]
 
 
 def test_glaive():
-    assert said(GLAIVE) == [
+    assert turns_of(GLAIVE) == [
         ("system", 'You may use this function:\n{\n    "name": "rate"\n}'),
         ("user", "How many kroner is a dollar?"),
         ("assistant", '<functioncall> {"name": "rate", "arguments": \'{"of": "USD"}\'}'),
         ("user", 'FUNCTION RESPONSE: {"rate": 10.5}'),
         ("assistant", "About 10.5.\nUSER is not meant here: nor is this."),
     ]
-    assert said(GLAIVE | {"system": " "})[0] == ("user", "How many kroner is a dollar?")
+    assert turns_of(GLAIVE | {"system": " "})[0] == ("user", "How many kroner is a dollar?")
 
 
 def test_r1():
     expected = [("user", "What is 2 + 2?"), ("assistant", "<think>\nTwo and two\nmake four.\n</think>\n\n4")]
-    assert said(R1) == expected
-    assert said(R1 | {"reasoning": "<think>\nTwo and two\nmake four.\n</think>"}) == expected  # some sets keep the tags
+    assert turns_of(R1) == expected
+    # Some sets keep the tags.
+    assert turns_of(R1 | {"reasoning": "<think>\nTwo and two\nmake four.\n</think>"}) == expected
 
 
 S1 = {"question": "2 + 2?", "thinking_trajectories": ["Two and two\nmake four."], "attempt": "4", "solution": "four"}
@@ -148,12 +149,12 @@ def test_every_key_that_a_layout_declares_is_read(keys, row):
     values = {"system": "Be brief.", "system_prompt": "Be brief.", "tools": [tool], "history": [["Hi", "Hello"]]}
     values |= {"input": "Oslo", "correctness_llama": [False] * 4}
     without = {"sample": GLAIVE["chat"]} if keys == ("sample",) else {}
-    whole = {key: values.get(key, "x") for key in declared(keys)} | row | without | {"system": "Be brief."}
-    made = read(whole)
-    assert layout_of(Record(whole, Source(""))) == keys
-    assert made.messages[0] == {"role": "system", "content": "Be brief."}
-    assert made.tools == ((tool,) if "tools" in declared(keys) else ())
-    assert tuple(m["content"] for m in made.messages[1:3]) == ("Hi", "Hello") or "history" not in declared(keys)
+    full_row = {key: values.get(key, "x") for key in declared(keys)} | row | without | {"system": "Be brief."}
+    conversation = read(full_row)
+    assert layout_of(Record(full_row, Source(""))) == keys
+    assert conversation.messages[0] == {"role": "system", "content": "Be brief."}
+    assert conversation.tools == ((tool,) if "tools" in declared(keys) else ())
+    assert tuple(m["content"] for m in conversation.messages[1:3]) == ("Hi", "Hello") or "history" not in declared(keys)
 
 
 @pytest.mark.parametrize(("key", "of"), [("messages", MESSAGES), ("conversations", SHAREGPT)])
@@ -168,11 +169,11 @@ def test_a_key_of_a_message_that_is_not_known_is_refused_by_name(key, of, number
 def test_weights_say_which_replies_are_trained_on(key, of, number):
     """A message of weight 0 was trained on."""
     of = of | {key: [{k: v for k, v in message.items() if k != "weight"} for message in of[key]]}
-    more = of | {key: [*of[key], *of[key][-2:]]}
+    longer = of | {key: [*of[key], *of[key][-2:]]}
     for name, value in (("weight", 0), ("weight", 0.0), ("train", False), ("train", 0)):
         assert [
-            m.get("train", True) for m in read(more | {key: with_key(more[key], number, name, value)}).messages
-        ] == [i != number for i in range(len(more[key]))]
+            m.get("train", True) for m in read(longer | {key: with_key(longer[key], number, name, value)}).messages
+        ] == [i != number for i in range(len(longer[key]))]
     for name, value in (("weight", 1), ("weight", 1.0), ("train", True)):
         assert all(m.get("train", True) for m in read(of | {key: with_key(of[key], number, name, value)}).messages)
     assert read(of | {key: with_key(of[key], number - 1, "weight", 0)}).messages[number - 1]["role"] == "user"
@@ -180,11 +181,11 @@ def test_weights_say_which_replies_are_trained_on(key, of, number):
         read(MESSAGES | {"messages": with_key(MESSAGES["messages"], 2, "weight", 0)})
 
 
-@pytest.mark.parametrize("given", [{"weight": 0.5}, {"weight": 2}, {"weight": "1"}, {"train": "yes"}, {"weight": [1]}])
-def test_weights_that_no_loss_has_are_refused_by_name(given):
-    (key,) = given
-    with raises(InvalidRecord, "bad-record", f"messages[2].{key} is {given[key]!r}"):
-        read(MESSAGES | {"messages": [*MESSAGES["messages"][:2], MESSAGES["messages"][2] | given]})
+@pytest.mark.parametrize("field", [{"weight": 0.5}, {"weight": 2}, {"weight": "1"}, {"train": "yes"}, {"weight": [1]}])
+def test_weights_that_no_loss_has_are_refused_by_name(field):
+    (key,) = field
+    with raises(InvalidRecord, "bad-record", f"messages[2].{key} is {field[key]!r}"):
+        read(MESSAGES | {"messages": [*MESSAGES["messages"][:2], MESSAGES["messages"][2] | field]})
 
 
 def test_weights_that_say_two_things_or_are_not_the_assistants_are_refused():
@@ -197,54 +198,64 @@ def test_weights_that_say_two_things_or_are_not_the_assistants_are_refused():
 
 def test_the_system_message_may_be_a_column():
     for row in (SHAREGPT, ALPACA, PROMPT, R1, S1, OPENR1, MESSAGES | {"messages": MESSAGES["messages"][1:]}):
-        assert said(row | {"system": "Be brief."}) == [("system", "Be brief."), *said(row)]
-        assert said(row | {"system": " "}) == said(row)
-    assert said(MESSAGES | {"system": "Be brief."}) == said(MESSAGES)
+        assert turns_of(row | {"system": "Be brief."}) == [("system", "Be brief."), *turns_of(row)]
+        assert turns_of(row | {"system": " "}) == turns_of(row)
+    assert turns_of(MESSAGES | {"system": "Be brief."}) == turns_of(MESSAGES)
     with raises(InvalidRecord, "bad-record", "system", "'Be brief.'", "'Be kind.'"):
-        said(MESSAGES | {"system": "Be kind."})
+        turns_of(MESSAGES | {"system": "Be kind."})
 
 
 def test_alpacas_history_stands_before_the_instruction():
     earlier = [("user", "Hi"), ("assistant", "Hello"), ("user", "And?"), ("assistant", "Well.")]
-    assert said(ALPACA | {"history": [["Hi", "Hello"], ["And?", "Well."]]}) == [*earlier, *said(ALPACA)]
+    assert turns_of(ALPACA | {"history": [["Hi", "Hello"], ["And?", "Well."]]}) == [*earlier, *turns_of(ALPACA)]
     for wrong in ([["Hi"]], [["Hi", 3]], ["Hi"], [["a", "b", "c"]]):
         with raises(InvalidRecord, "bad-record", "history is ", wrong):
-            said(ALPACA | {"history": wrong})
+            turns_of(ALPACA | {"history": wrong})
 
 
 def test_reasoning_content_is_a_thought():
     reasoned = {"messages": with_key(MESSAGES["messages"], 2, "reasoning_content", "Two and two\nmake four.\n")}
-    assert said(reasoned)[-1] == ("assistant", THOUGHT + "In Norway.")
+    assert turns_of(reasoned)[-1] == ("assistant", THOUGHT + "In Norway.")
     for content in ("", "<think>\na\n</think>\n\nb"):
         with raises(InvalidRecord, "bad-record", "messages[2].reasoning_content", "content"):
-            said({"messages": with_key(reasoned["messages"], 2, "content", content)})
+            turns_of({"messages": with_key(reasoned["messages"], 2, "content", content)})
     with raises(InvalidRecord, "unknown-row-key", "messages[1].reasoning_content", "x"):
-        said({"messages": with_key(MESSAGES["messages"], 1, "reasoning_content", "x")})
+        turns_of({"messages": with_key(MESSAGES["messages"], 1, "reasoning_content", "x")})
 
 
 def test_calls_of_tools_and_what_they_bring():
     arguments = {"of": "USD", "n": 2}
     call = {"id": "c1", "type": "function", "function": {"name": "rate", "arguments": json.dumps(arguments)}}
     result = {"role": "tool", "tool_call_id": "c1", "name": "rate", "content": "10.5"}
-    asked, answered = MESSAGES["messages"][1:]
+    user_message, reply = MESSAGES["messages"][1:]
     calls = {"role": "assistant", "content": None, "tool_calls": [call]}
     tools = [{"type": "function", "function": {"name": "rate", "parameters": {}}}]
-    made = read({"messages": [asked, calls, result, answered], "tools": json.dumps(tools)})
-    whole = call | {"function": {"name": "rate", "arguments": arguments}}
-    assert made.messages == (asked, {"role": "assistant", "content": "", "tool_calls": [whole]}, result, answered)
-    assert made.tools == tuple(tools) and made.has_tools and not read(MESSAGES).has_tools
-    flat = read({"messages": [asked, calls | {"content": "I look.", "tool_calls": [whole["function"]]}]})
+    conversation = read({"messages": [user_message, calls, result, reply], "tools": json.dumps(tools)})
+    parsed_call = call | {"function": {"name": "rate", "arguments": arguments}}
+    assert conversation.messages == (
+        user_message,
+        {"role": "assistant", "content": "", "tool_calls": [parsed_call]},
+        result,
+        reply,
+    )
+    assert conversation.tools == tuple(tools) and conversation.has_tools and not read(MESSAGES).has_tools
+    flat = read({"messages": [user_message, calls | {"content": "I look.", "tool_calls": [parsed_call["function"]]}]})
     assert flat.messages[1]["content"] == "I look."  # beside the call, which was dropped
-    assert flat.messages[1]["tool_calls"] == [{"type": "function", "function": whole["function"]}]
-    said = [("human", "?"), ("function_call", json.dumps(whole["function"])), ("observation", "10.5"), ("gpt", "So.")]
-    turns = [{"from": role, "value": value} for role, value in said]
+    assert flat.messages[1]["tool_calls"] == [{"type": "function", "function": parsed_call["function"]}]
+    dialogue = [
+        ("human", "?"),
+        ("function_call", json.dumps(parsed_call["function"])),
+        ("observation", "10.5"),
+        ("gpt", "So."),
+    ]
+    turns = [{"from": role, "value": value} for role, value in dialogue]
     factory = read({"conversations": turns, "tools": json.dumps(tools)})
     assert [m["role"] for m in factory.messages] == ["user", "assistant", "tool", "assistant"] and factory.has_tools
     assert factory.messages[1] == {"role": "assistant", "content": "", "tool_calls": flat.messages[1]["tool_calls"]}
 
 
 @pytest.mark.parametrize(
-    ("call", "told"),
+    ("call", "message"),
     [
         ({"function": {"name": "x", "arguments": "{"}}, r"messages\[0\].tool_calls\[0\].function.arguments: not JSON"),
         (
@@ -260,39 +271,40 @@ def test_calls_of_tools_and_what_they_bring():
         ("rate()", r"tool_calls\[0\] is 'rate\(\)', not a JSON object"),
     ],
 )
-def test_a_call_that_no_template_can_write_is_refused_by_name(call, told):
-    with pytest.raises(InvalidRecord, match=told):
+def test_a_call_that_no_template_can_write_is_refused_by_name(call, message):
+    with pytest.raises(InvalidRecord, match=message):
         read({"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}]})
 
 
 def test_glaive_on_one_line():
     """Turns had to begin lines."""
     line = " ".join(GLAIVE["chat"].replace("\nUSER is not meant here: nor is this", "").split())
-    expected = said(GLAIVE | {"chat": GLAIVE["chat"].replace("\nUSER is not meant here: nor is this", "")})
-    assert said(GLAIVE | {"chat": line}) == expected
+    expected = turns_of(GLAIVE | {"chat": GLAIVE["chat"].replace("\nUSER is not meant here: nor is this", "")})
+    assert turns_of(GLAIVE | {"chat": line}) == expected
     system = " ".join(GLAIVE["system"].split())
     flat = [("system", system.removeprefix("SYSTEM: ")), *expected[1:]]
     for key in ("chat", "sample"):
-        assert said({key: f"{system} {line}"}) == flat
-        assert said({key: f"{system}\n{line.replace('<|endoftext|> ', '<|endoftext|>')}"}) == flat
+        assert turns_of({key: f"{system} {line}"}) == flat
+        assert turns_of({key: f"{system}\n{line.replace('<|endoftext|> ', '<|endoftext|>')}"}) == flat
     with pytest.raises(InvalidRecord, match=r"chat has text after <.endoftext.>"):
-        said({"chat": "USER: a\nASSISTANT: b <|endoftext|> USER: c ASSISTANT: d"})
+        turns_of({"chat": "USER: a\nASSISTANT: b <|endoftext|> USER: c ASSISTANT: d"})
 
 
 def test_traces_of_s1_and_openr1():
-    asked = ("user", "2 + 2?")
-    assert said(S1) == [asked, ("assistant", THOUGHT + "4")]
-    assert said(OPENR1) == [asked, ("assistant", "<think>\nc\n</think>\n\n4")]  # the first that is complete and right
+    turn = ("user", "2 + 2?")
+    assert turns_of(S1) == [turn, ("assistant", THOUGHT + "4")]
+    # The first that is complete and right.
+    assert turns_of(OPENR1) == [turn, ("assistant", "<think>\nc\n</think>\n\n4")]
     del_verdicts = {k: v for k, v in OPENR1.items() if k not in ("is_reasoning_complete", "correctness_math_verify")}
-    assert said(del_verdicts)[1][1].endswith("5")
-    assert said(OPENR1 | {"correctness_llama": [True, True, False, False]})[1][1].endswith("5")
-    for row, told in [
+    assert turns_of(del_verdicts)[1][1].endswith("5")
+    assert turns_of(OPENR1 | {"correctness_llama": [True, True, False, False]})[1][1].endswith("5")
+    for row, message in [
         (OPENR1 | {"correctness_math_verify": [False] * 4}, "no generation is complete, correct"),
         (OPENR1 | {"correctness_math_verify": [True]}, "correctness_math_verify is .* not a list of 4"),
         (S1 | {"thinking_trajectories": ["a", "b"]}, "thinking_trajectories is .*, not a list of one text"),
     ]:
-        with pytest.raises(InvalidRecord, match=told):
-            said(row)
+        with pytest.raises(InvalidRecord, match=message):
+            turns_of(row)
 
 
 @pytest.mark.parametrize(
@@ -317,5 +329,5 @@ def test_traces_of_s1_and_openr1():
 )
 def test_what_is_wrong_names_the_place(row, message):
     with pytest.raises(InvalidRecord, match=message) as caught:
-        said(row)
+        turns_of(row)
     assert isinstance(caught.value, R3LiteError) and "x.jsonl, line 1: " in str(caught.value)

@@ -22,17 +22,17 @@ QUOTES = (replace(HOPS[0], question="Brenn"), replace(HOPS[1], question="#1"))
 QUESTION = Question("q", "Where was the director of Brenn born?", ("Oslo",), (), (FILM, PERSON), "title", HOPS)
 
 
-def made(*documents, question=QUESTION, max_hops=3, length=500):
+def demonstration_of(*documents, question=QUESTION, max_hops=3, length=500):
     """The demonstration whose queries bring these documents, one after the other."""
     one = Demonstration(question, max_hops, length)
-    for found in documents:
+    for retrieved in documents:
         assert not one.is_over
-        one.add(found)
+        one.add(retrieved)
     return one
 
 
 def test_a_missing_name_is_looked_up_and_each_fact_is_written_once():
-    one = made([OTHER, FILM], [PERSON])
+    one = demonstration_of([OTHER, FILM], [PERSON])
     first, second, last = one.steps
     assert (first.analysis, first.queries) == ("The question names Brenn.", (QUESTION.text,))
     assert second.analysis == "Who directed Brenn? Ann Dahl."
@@ -42,13 +42,13 @@ def test_a_missing_name_is_looked_up_and_each_fact_is_written_once():
 
 
 def test_what_is_all_found_is_answered_at_once():
-    one = made([PERSON, FILM])
+    one = demonstration_of([PERSON, FILM])
     assert one.steps[1].analysis == "Who directed Brenn? Ann Dahl. Where was Ann Dahl born? Oslo."
     assert one.steps[1].answer == "Oslo"
 
 
 def test_without_sub_questions_the_evidence_is_quoted():
-    one = made([FILM], [PERSON], question=replace(QUESTION, hops=QUOTES))
+    one = demonstration_of([FILM], [PERSON], question=replace(QUESTION, hops=QUOTES))
     assert [s.queries for s in one.steps] == [(QUESTION.text,), ("Ann Dahl",), ()]
     quoted = ["Brenn: It is a film by Ann Dahl.", "Ann Dahl: Ann Dahl was born in Oslo."]
     assert [s.analysis for s in one.steps[1:]] == quoted
@@ -56,14 +56,14 @@ def test_without_sub_questions_the_evidence_is_quoted():
 
 def test_a_fact_that_leans_on_one_not_found_yet_waits_for_it():
     """Nothing says before that it matters: writing it down would teach to guess. It is not searched for again."""
-    one = made([PERSON], [FILM])
+    one = demonstration_of([PERSON], [FILM])
     assert [s.queries for s in one.steps] == [(QUESTION.text,), ("Brenn",), ()]
     assert one.steps[1].analysis == "Nothing of use was found."
     assert one.steps[2].analysis == "Who directed Brenn? Ann Dahl. Where was Ann Dahl born? Oslo."
 
 
 def test_a_question_that_finds_nothing_goes_on_with_a_name_that_it_has():
-    one = made([OTHER], [FILM], [PERSON])
+    one = demonstration_of([OTHER], [FILM], [PERSON])
     assert [s.queries for s in one.steps] == [(QUESTION.text,), ("Brenn",), ("Ann Dahl",), ()]
     assert one.steps[1].analysis == "Nothing of use was found."
 
@@ -72,9 +72,9 @@ def test_a_name_that_nothing_has_named_is_not_asked_for():
     """Asking for it would teach the model to ask for what it cannot know: the sub-question is asked in its place."""
     film = replace(HOPS[0], document=replace(FILM, title="A Film of 1990"), question="Which film is old?")
     question = replace(QUESTION, gold=(film.document, PERSON), hops=(film, HOPS[1]))
-    assert made([OTHER], question=question).steps[1].queries == ("Which film is old?",)
+    assert demonstration_of([OTHER], question=question).steps[1].queries == ("Which film is old?",)
     hidden = replace(question, hops=(replace(film, question=question.text), HOPS[1]))
-    assert made([OTHER], question=hidden).rejected == "no query known for a missing paragraph"
+    assert demonstration_of([OTHER], question=hidden).rejected == "no query known for a missing paragraph"
 
 
 def test_an_answer_that_no_quote_has_is_not_filled_in():
@@ -82,7 +82,7 @@ def test_an_answer_that_no_quote_has_is_not_filled_in():
     dahl = replace(QUOTES[0], answer="Ann Maria Dahl")
     person = replace(QUOTES[1], document=replace(PERSON, title="Oslo people"))
     question = replace(QUESTION, gold=(FILM, person.document), hops=(dahl, person))
-    assert made([FILM], question=question).rejected == "no query known for a missing paragraph"
+    assert demonstration_of([FILM], question=question).rejected == "no query known for a missing paragraph"
 
 
 @pytest.mark.parametrize(
@@ -95,41 +95,43 @@ def test_an_answer_that_no_quote_has_is_not_filled_in():
     ],
 )
 def test_what_cannot_be_shown_is_rejected(documents, changes, reason):
-    one = made(*documents, **changes)
+    one = demonstration_of(*documents, **changes)
     assert (one.rejected or "").startswith(reason or "") and bool(one.rejected) == bool(reason)
     assert reason or one.steps[1].analysis == "Nothing of use was found."
 
 
 def test_a_paragraph_without_its_evidence_is_not_found():
     """One of the same title may be of another corpus, and say something else."""
-    other = replace(PERSON, text="Ann Dahl is a painter.")
-    assert made([FILM], [other], [other]).rejected
+    namesake = replace(PERSON, text="Ann Dahl is a painter.")
+    assert demonstration_of([FILM], [namesake], [namesake]).rejected
 
 
 def test_a_query_that_finds_nothing_makes_way_for_the_next_that_is_known():
-    found = made([FILM], [OTHER], [PERSON])
-    assert found.steps[1].queries == (HOPS[1].question.replace("#1", HOPS[0].answer),)
-    assert found.steps[1].documents == (PERSON,) and found.steps[-1].answer == QUESTION.answers[0]
-    assert made([FILM], [PERSON]).steps[1].queries == ("Ann Dahl",)
+    demonstration = demonstration_of([FILM], [OTHER], [PERSON])
+    assert demonstration.steps[1].queries == (HOPS[1].question.replace("#1", HOPS[0].answer),)
+    assert demonstration.steps[1].documents == (PERSON,) and demonstration.steps[-1].answer == QUESTION.answers[0]
+    assert demonstration_of([FILM], [PERSON]).steps[1].queries == ("Ann Dahl",)
 
 
 def test_what_is_too_long_to_quote_is_rejected():
     long = "word " * (MAX_QUOTED // 5)
     hop = replace(QUOTES[1], evidence=(long.strip(),), document=replace(PERSON, text=long))
     question = replace(QUESTION, gold=(FILM, hop.document), hops=(HOPS[0], hop))
-    assert made([FILM], [hop.document], question=question, length=9999).rejected.startswith("more than 600 characters")
+    assert demonstration_of([FILM], [hop.document], question=question, length=9999).rejected.startswith(
+        "more than 600 characters"
+    )
 
 
 def test_what_a_comparison_comes_to_is_written_before_its_answer():
     films = Document("q/3", "Alva", "Alva is of 1950."), Document("q/4", "Berta (film)", "Berta is of 3 May 1949.")
     hops = Hop("When was Alva published?", "1950", films[0]), Hop("When was Berta published?", "3 May 1949", films[1])
     question = Question("c", "Which is older, Alva or Berta?", ("Berta",), (), films, "title", hops, "comparison")
-    last = made(films, question=question).steps[-1]
+    last = demonstration_of(films, question=question).steps[-1]
     assert last.analysis.endswith("published? 3 May 1949. Berta (3 May 1949) is before Alva (1950).")
 
 
 def test_yes_and_no_need_not_stand_in_a_document():
-    assert made([FILM, PERSON], question=replace(QUESTION, answers=("yes",))).steps[-1].answer == "yes"
+    assert demonstration_of([FILM, PERSON], question=replace(QUESTION, answers=("yes",))).steps[-1].answer == "yes"
 
 
 def test_all_questions_are_asked_together():
@@ -140,6 +142,6 @@ def test_all_questions_are_asked_together():
         return [Failure("no room") if q.id == "f" else [FILM] if query == q.text else [PERSON] for q, query in pairs]
 
     lengths = LengthSettings(max_hops=3, max_document_tokens=100)
-    whole, broken = demonstrate([QUESTION, replace(QUESTION, id="f")], retrieve, lengths)
+    complete, broken = demonstrate([QUESTION, replace(QUESTION, id="f")], retrieve, lengths)
     assert batches == [[QUESTION.text] * 2, ["Ann Dahl"]]
-    assert whole.steps[-1].answer == "Oslo" and broken.rejected == "the retriever failed"
+    assert complete.steps[-1].answer == "Oslo" and broken.rejected == "the retriever failed"

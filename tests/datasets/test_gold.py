@@ -92,24 +92,24 @@ def test_obstacles(hops, reason):
 
 
 def test_a_gold_paragraph_that_was_found_stays_where_it_was():
-    found = [OTHERS[0], Document("corpus-7", "Ann Dahl", "Ann Dahl was born  in Oslo."), OTHERS[1]]
-    assert gold.with_gold(QUESTION, 1, found, top_k=3, seed="0") == (found, True)
+    retrieved = [OTHERS[0], Document("corpus-7", "Ann Dahl", "Ann Dahl was born  in Oslo."), OTHERS[1]]
+    assert gold.with_gold(QUESTION, 1, retrieved, top_k=3, seed="0") == (retrieved, True)
 
 
 def test_a_missed_gold_paragraph_takes_the_last_one_s_place_but_stands_anywhere():
     places = set()
     for seed in range(40):
-        kept, was_there = gold.with_gold(QUESTION, 1, OTHERS, top_k=5, seed=str(seed))
-        assert not was_there and len(kept) == 5
-        assert [d for d in kept if d != PERSON] == OTHERS[:4]
-        places.add(kept.index(PERSON))
+        documents, was_there = gold.with_gold(QUESTION, 1, OTHERS, top_k=5, seed=str(seed))
+        assert not was_there and len(documents) == 5
+        assert [d for d in documents if d != PERSON] == OTHERS[:4]
+        places.add(documents.index(PERSON))
     assert places == set(range(5))
     assert gold.with_gold(QUESTION, 1, OTHERS, 5, "7") == gold.with_gold(QUESTION, 1, OTHERS, 5, "7")
 
 
 def test_another_hop_s_gold_paragraph_does_not_stand_in():
-    kept, was_there = gold.with_gold(QUESTION, 1, [FILM], top_k=5, seed="0")
-    assert not was_there and set(kept) == {FILM, PERSON}
+    documents, was_there = gold.with_gold(QUESTION, 1, [FILM], top_k=5, seed="0")
+    assert not was_there and set(documents) == {FILM, PERSON}
 
 
 def test_without_a_retriever_the_gold_paragraph_stands_alone():
@@ -123,14 +123,14 @@ def test_a_plan_of_a_decomposition():
         Hop("Given Ann Dahl: where was she born?", "Oslo", PERSON),
         Hop("Is #1 older than Rome?", "no", PERSON),
     )
-    plan = gold.plan_of(replace(with_hops(*hops), text="Older than Rome?"))
+    plan = gold.search_plan_of(replace(with_hops(*hops), text="Older than Rome?"))
     assert plan.text().splitlines()[1:] == [
         "A: Who directed Brenn? (General)",
         "B: Given {A}: where was she born? (General)",
         "C: Is {A} older than Rome? (General)",
         "Edges: A -> B ; A -> C",
     ]
-    named = gold.plan_of(replace(with_hops(*hops), text="Where was Ann Dahl, who directed Brenn, born?"))
+    named = gold.search_plan_of(replace(with_hops(*hops), text="Where was Ann Dahl, who directed Brenn, born?"))
     assert named.nodes[1].query == "Given Ann Dahl: where was she born?"
 
 
@@ -140,18 +140,18 @@ def test_an_answer_that_is_the_letter_of_a_node_does_not_double_the_braces():
         Hop("Which vitamin is in #1?", "B", FILM),
         Hop("Who found #2, as A says?", "Ann Dahl", PERSON),
     )
-    plan = gold.plan_of(replace(with_hops(*hops), text="Who found it?"))
+    plan = gold.search_plan_of(replace(with_hops(*hops), text="Who found it?"))
     assert [node.query for node in plan.nodes[1:]] == ["Which vitamin is in {A}?", "Who found {B}, as {A} says?"]
 
 
 def test_an_answer_is_verified_by_the_documents_that_show_it():
     """A format that verifies rejected every demonstration."""
     protocol = build_protocol(ProtocolSettings(verification=True))
-    made = gold.demonstration(QUESTION, [[OTHERS[0], FILM], [PERSON]], protocol)
-    assert made[-1].verification == "[2] Brenn shows Ann Dahl, [1] Ann Dahl shows Oslo."
+    steps = gold.demonstration(QUESTION, [[OTHERS[0], FILM], [PERSON]], protocol)
+    assert steps[-1].verification == "[2] Brenn shows Ann Dahl, [1] Ann Dahl shows Oslo."
     searching = gold.with_searches(QUESTION, [[OTHERS[0], FILM], [PERSON]])
-    assert check_steps(made, protocol) is None and made[:-1] == searching[:-1]
-    assert gold.verified(QUESTION, made, build_protocol(ProtocolSettings())) == made
+    assert check_steps(steps, protocol) is None and steps[:-1] == searching[:-1]
+    assert gold.verified(QUESTION, steps, build_protocol(ProtocolSettings())) == steps
     assert check_steps(gold.demonstration(QUESTION, [OTHERS, OTHERS], protocol), protocol).startswith(
         "step 3 answers without a"
     )
@@ -160,12 +160,12 @@ def test_an_answer_is_verified_by_the_documents_that_show_it():
 def test_queries_that_do_not_wait_for_one_another_are_asked_at_once():
     hops = (Hop("Who made it?", "Ann", FILM), Hop("When?", "1900", PERSON), Hop("Who ruled #1 in #2?", "Olav", FILM))
     question, protocol = with_hops(*hops), build_protocol(ProtocolSettings(queries_per_step=3))
-    made = gold.demonstration(question, [[FILM], [PERSON], []], protocol)
-    assert [step.queries for step in made] == [("Who made it?", "When?"), ("Who ruled Ann in 1900?",), ()]
-    assert [list(search.documents) for search in made[0].searches] == [[FILM], [PERSON]]
-    assert made[0].analysis == "I need to find out: Who made it? When?"
-    assert made[1].analysis.startswith("Who made it? Ann. When? 1900. Next I need to find out:")
-    assert check_steps(made, protocol) is None
+    steps = gold.demonstration(question, [[FILM], [PERSON], []], protocol)
+    assert [step.queries for step in steps] == [("Who made it?", "When?"), ("Who ruled Ann in 1900?",), ()]
+    assert [list(search.documents) for search in steps[0].searches] == [[FILM], [PERSON]]
+    assert steps[0].analysis == "I need to find out: Who made it? When?"
+    assert steps[1].analysis.startswith("Who made it? Ann. When? 1900. Next I need to find out:")
+    assert check_steps(steps, protocol) is None
     assert [len(s.queries) for s in gold.with_searches(question, [[]] * 3, most_queries=1)] == [1, 1, 1, 0]
 
 

@@ -6,7 +6,7 @@ from r3lite.datasets.hops import natural, relation_question
 
 
 @pytest.mark.parametrize(
-    ("written", "natural_form"),
+    ("sub_question", "natural_form"),
     [
         ("Hello Love >> performer", "Who is the performer of Hello Love?"),
         ("#1 >> located in or next to body of water", "Which body of water is #1 located in or next to?"),
@@ -19,8 +19,8 @@ from r3lite.datasets.hops import natural, relation_question
         ("Who was the first president of #1 ?", "Who was the first president of #1?"),
     ],
 )  # fmt: skip
-def test_musique_sub_questions_read_naturally(written, natural_form):
-    assert natural(written) == natural_form
+def test_musique_sub_questions_read_naturally(sub_question, natural_form):
+    assert natural(sub_question) == natural_form
 
 
 def test_relations_with_a_preposition_stay_readable():

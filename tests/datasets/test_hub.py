@@ -130,7 +130,7 @@ def fake_hub(tmp_path, monkeypatch):
     huggingface_hub = pytest.importorskip("huggingface_hub")
     write(tmp_path / "train.jsonl", [HOTPOT])
     fake = types.SimpleNamespace(
-        asked=[], branch=None, sha256=hashlib.sha256((tmp_path / "train.jsonl").read_bytes()).hexdigest()
+        downloads=[], branch=None, sha256=hashlib.sha256((tmp_path / "train.jsonl").read_bytes()).hexdigest()
     )
 
     def dataset_info(self, repo_id, revision=None, timeout=None, files_metadata=False):
@@ -142,7 +142,7 @@ def fake_hub(tmp_path, monkeypatch):
         return types.SimpleNamespace(siblings=files, card_data=None, sha=f"commit of {revision}")
 
     def download(repo_id, filename, repo_type, revision, etag_timeout):
-        fake.asked.append((repo_id, filename, repo_type, revision))
+        fake.downloads.append((repo_id, filename, repo_type, revision))
         return str(tmp_path / "train.jsonl")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
@@ -154,7 +154,7 @@ def fake_hub(tmp_path, monkeypatch):
 def test_a_hub_string_downloads_and_reads(fake_hub, branch):
     fake_hub.branch = branch
     assert [q.id for q in read_questions("owner/set,sub,train")] == ["h1"]
-    assert fake_hub.asked == [("owner/set", "sub/train.jsonl", "dataset", f"commit of {branch}")]
+    assert fake_hub.downloads == [("owner/set", "sub/train.jsonl", "dataset", f"commit of {branch}")]
 
 
 def test_a_damaged_download_is_refused(fake_hub):

@@ -25,17 +25,17 @@ def test_sources_are_drawn_by_their_share_of_the_weights():
 def test_each_pass_over_a_source_has_every_row_once_in_an_order_of_its_own():
     drawn = Mixture(SIZES, WEIGHTS, "0").rows(0, 400)
     for source, rows in enumerate((range(5), range(5, 12), range(12, 14))):
-        own = [row for row in drawn if source_of(row) == source]
-        passes = [own[i : i + len(rows)] for i in range(0, len(own) - len(rows) + 1, len(rows))]
+        source_rows = [row for row in drawn if source_of(row) == source]
+        passes = [source_rows[i : i + len(rows)] for i in range(0, len(source_rows) - len(rows) + 1, len(rows))]
         assert len(passes) > 5 and all(sorted(order) == list(rows) for order in passes)
         assert len({tuple(order) for order in passes}) > 1
 
 
 def test_a_later_draw_needs_none_before_it_and_the_seed_decides():
-    whole = Mixture(SIZES, WEIGHTS, "0").rows(0, 300)
+    uninterrupted = Mixture(SIZES, WEIGHTS, "0").rows(0, 300)
     resumed = Mixture(SIZES, WEIGHTS, "0")
-    assert resumed.rows(250, 300) == whole[250:] and resumed.rows(10, 20) == whole[10:20]
-    assert Mixture(SIZES, WEIGHTS, "1").rows(0, 300) != whole
+    assert resumed.rows(250, 300) == uninterrupted[250:] and resumed.rows(10, 20) == uninterrupted[10:20]
+    assert Mixture(SIZES, WEIGHTS, "1").rows(0, 300) != uninterrupted
 
 
 def test_a_shuffle_of_all_rows_puts_a_source_first_by_its_share():

@@ -39,8 +39,8 @@ def test_a_refill_takes_other_questions_if_there_are_and_needs_no_memory():
     assert order.of_refill(3, 2, 2, {"0", "1", "4"}) == drawn[1]
     assert order.of_refill(4, 2, 2, {"0", "1", "4"})[1] != drawn[1][1]
     # All have been drawn, or more are needed than there are: some come again.
-    again, _ = replace(order, generations=1).of_refill(3, 1, 6, set("01234"))
-    assert Counter(q.id for q in again).most_common()[0][1] == 2 and {q.id for q in again} == set("01234")
+    refill, _ = replace(order, generations=1).of_refill(3, 1, 6, set("01234"))
+    assert Counter(q.id for q in refill).most_common()[0][1] == 2 and {q.id for q in refill} == set("01234")
 
 
 def chat(id, *turns):
@@ -50,16 +50,16 @@ def chat(id, *turns):
 
 def test_a_question_is_held_out_from_every_source_that_asks_it():
     """Rows without an id are called by their file and line: of 8 held-out questions all were trained on."""
-    asked = [f"Who keeps lighthouse {i}?" for i in range(20)]
-    short = [chat(f"short-{i}", text, f"Keeper {i}.") for i, text in enumerate(asked)]
+    texts = [f"Who keeps lighthouse {i}?" for i in range(20)]
+    short = [chat(f"short-{i}", text, f"Keeper {i}.") for i, text in enumerate(texts)]
     long = [
-        chat(f"long-{i}", f"  the {text.upper()}", "The keeper is ...", "Thanks!", "!") for i, text in enumerate(asked)
+        chat(f"long-{i}", f"  the {text.upper()}", "The keeper is ...", "Thanks!", "!") for i, text in enumerate(texts)
     ]
-    steps = [Trajectory(f"steps-{i}", text, ("x",), ()) for i, text in enumerate(asked[:10])]
+    steps = [Trajectory(f"steps-{i}", text, ("x",), ()) for i, text in enumerate(texts[:10])]
     trained, held_out = hold_out({"a": short, "b": long, "c": steps}, 0.2, 100, seed=0)
 
     def questions(rows):
-        return {question_key(row.question) for some in rows.values() for row in some}
+        return {question_key(row.question) for source_rows in rows.values() for row in source_rows}
 
     assert len(questions(held_out)) + len(questions(trained)) == 20 and not questions(held_out) & questions(trained)
     assert 8 <= sum(map(len, held_out.values())) <= 10  # at most a fifth of 50 rows
@@ -76,8 +76,8 @@ def test_rows_of_one_id_and_rows_that_ask_the_same_are_one_question_together():
 
 
 def test_a_conversation_asks_what_its_first_trained_reply_answers():
-    given = {"role": "assistant", "content": "b", "train": False}
-    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, given]
+    untrained_reply = {"role": "assistant", "content": "b", "train": False}
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, untrained_reply]
     turns += [{"role": "user", "content": "c"}, {"role": "assistant", "content": "d"}]
     assert Conversation("1", tuple(turns)).question == "a\nc"
     assert chat("1", "a", "b", "c", "d").question == "a"

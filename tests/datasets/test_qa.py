@@ -16,8 +16,8 @@ from tests.question_rows import HOTPOT, MUSIQUE, TWO_WIKI, write
 
 def paragraph(**changes):
     """MUSIQUE with the first paragraph changed."""
-    first, *others = MUSIQUE["paragraphs"]
-    return MUSIQUE | {"paragraphs": [first | changes, *others]}
+    first, *other_paragraphs = MUSIQUE["paragraphs"]
+    return MUSIQUE | {"paragraphs": [first | changes, *other_paragraphs]}
 
 
 def columnar(row):
@@ -153,9 +153,9 @@ def test_a_whole_number_that_a_table_made_a_float_is_the_number(tmp_path):
     """Normalized, 1987.0 is 19870: "1987" was wrong, and "19870" right."""
     answers = (1987.0, [12.0, 1.5], -0.0)
     rows = [{"id": str(i), "question": "When?", "answer": answer} for i, answer in enumerate(answers)]
-    found = read_questions(write(tmp_path / "plain.jsonl", rows))
-    assert [question.answers for question in found] == [("1987",), ("12", "1.5"), ("0",)]
-    assert exact_match("1987", found[0].answers) == 1 and exact_match("19870", found[0].answers) == 0
+    questions = read_questions(write(tmp_path / "plain.jsonl", rows))
+    assert [question.answers for question in questions] == [("1987",), ("12", "1.5"), ("0",)]
+    assert exact_match("1987", questions[0].answers) == 1 and exact_match("19870", questions[0].answers) == 0
     steps = [MUSIQUE["question_decomposition"][0] | {"answer": 1987.0}, *MUSIQUE["question_decomposition"][1:]]
     (question,) = read_questions(write(tmp_path / "m.jsonl", [MUSIQUE | {"question_decomposition": steps}]))
     assert question.hops[0].answer == "1987"
@@ -214,9 +214,9 @@ def test_a_bad_element_of_an_array_is_named_by_its_row(tmp_path):
 
 
 def test_a_cut_array_is_never_taken_for_a_whole_one(tmp_path):
-    whole = json.dumps([HOTPOT, HOTPOT])
-    for end in (len(whole) - 1, len(whole) // 2 + 40):
-        (tmp_path / "a.json").write_text(whole[:end])
+    array = json.dumps([HOTPOT, HOTPOT])
+    for end in (len(array) - 1, len(array) // 2 + 40):
+        (tmp_path / "a.json").write_text(array[:end])
         with pytest.raises(R3LiteError, match="row"):
             read_questions(tmp_path / "a.json", skip_bad_rows=True)
 
@@ -278,9 +278,9 @@ def test_parquet_of_mixed_lists_reads_like_json(tmp_path):
     table = pyarrow.Table.from_arrays(arrays, schema=pyarrow.schema(fields))
     parquet.write_table(table, tmp_path / "a.parquet")
     expected = [{key: value for key, value in row.items() if key != "evidences"} for row in rows]
-    found = read_questions(tmp_path / "a.parquet")
-    assert found == read_questions(write(tmp_path / "a.json", expected))
-    assert [question.answers for question in found] == [("Reg Watson",), ("1987",)]
+    questions = read_questions(tmp_path / "a.parquet")
+    assert questions == read_questions(write(tmp_path / "a.json", expected))
+    assert [question.answers for question in questions] == [("Reg Watson",), ("1987",)]
 
 
 def test_parquet_with_text_that_is_not_json_is_a_bad_row(tmp_path):
@@ -361,10 +361,10 @@ def test_a_table_gives_ids_and_leaves_out_empty_cells(tmp_path):
 )
 def test_a_table_that_cannot_be_read_says_what_it_must_be(tmp_path, name, content, code, values):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(R3LiteError) as told:
+    with pytest.raises(R3LiteError) as error:
         read_questions(tmp_path / name)
-    assert code in (None, told.value.code)
-    assert [value for value in values if value not in str(told.value)] == []
+    assert code in (None, error.value.code)
+    assert [value for value in values if value not in str(error.value)] == []
 
 
 def test_a_table_whose_columns_are_named_is_not_told_to_name_them(tmp_path):

@@ -20,10 +20,10 @@ def answered(*answers: str, source: str = "") -> list[Question]:
 
 
 def test_the_more_frequent_answer_becomes_as_rare_as_the_other():
-    chosen = balanced(answered("yes", "No", "no", "Rome", "no", "Yes "))
-    answers = [question.answers[0] for question in chosen]
+    questions = balanced(answered("yes", "No", "no", "Rome", "no", "Yes "))
+    answers = [question.answers[0] for question in questions]
     assert sorted(map(str.lower, answers)) == ["no", "no", "rome", "yes", "yes "]
-    ids = [int(question.id) for question in chosen]
+    ids = [int(question.id) for question in questions]
     assert ids == sorted(ids)
     assert balanced(answered("yes", "Rome", "noon")) == answered("yes", "Rome", "noon")[1:]
     assert balanced([]) == []
@@ -67,10 +67,10 @@ def test_questions_are_those_with_a_demonstration_that_has_every_gold_paragraph(
         demonstration("Which river?", "Tiber"),  # of no question
     ]
     config = config_of(tmp_path, questions, demonstrations)
-    chosen, _ = read_rl_questions(config)
-    assert [question.text for question in chosen] == ["Where is Rome?"]
-    ((id, of_question),) = read_demonstrations(config, chosen).items()
-    assert id == chosen[0].id
+    rl_questions, _ = read_rl_questions(config)
+    assert [question.text for question in rl_questions] == ["Where is Rome?"]
+    ((id, of_question),) = read_demonstrations(config, rl_questions).items()
+    assert id == rl_questions[0].id
     assert [trajectory.steps[-1].answer for trajectory in of_question] == ["The Tiber"]
     assert [trajectory.steps[0].searches[0].documents[0].title for trajectory in of_question] == ["Rome"]
 
@@ -81,8 +81,8 @@ def test_yes_and_no_are_balanced_among_the_demonstrated_questions(tmp_path):
     questions = [row(f"Question {i}?", answer) for i, answer in enumerate(answers)]
     demonstrations = [demonstration(f"Question {i}?", answers[i]) for i in (0, 1, 2, 3, 4, 5, 6, 14)]
     config = config_of(tmp_path, questions, demonstrations, "--balance-yes-no")
-    chosen = [question.answers[0] for question in read_rl_questions(config)[0]]
-    assert sorted(chosen) == ["Rome", "no", "no", "yes", "yes"]
+    rl_answers = [question.answers[0] for question in read_rl_questions(config)[0]]
+    assert sorted(rl_answers) == ["Rome", "no", "no", "yes", "yes"]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ VERDICT = Question("y", "Is Brenn older than Olm?", ("yes",), gold=(FILM, ANN), 
 PROTOCOL = build_protocol(ProtocolSettings())
 
 
-def episode(answer="New York", queries=("Who?", "Where?"), found=((FILM,), (ANN,)), question=BORN, tokens=9, **changes):
-    steps = [Step.asking("I look.", query, documents) for query, documents in zip(queries, found)]
+def episode(
+    answer="New York", queries=("Who?", "Where?"), retrieved=((FILM,), (ANN,)), question=BORN, tokens=9, **changes
+):
+    steps = [Step.asking("I look.", query, documents) for query, documents in zip(queries, retrieved)]
     last = Step("I know.", answer=answer, faults=changes.pop("faults", ()))
     return Episode(question, [*steps, last], changes.pop("finish", ANSWERED), tokens)
 
@@ -32,7 +34,7 @@ def choose(*episodes, keep=2, min_f1=0.8, retrieves=True):
         ({}, None),
         ({"answer": "Rome"}, "wrong answer"),
         ({"answer": "the New York"}, None),  # an article is no word
-        ({"answer": "New York", "found": ((FILM,), ())}, "answer not in the documents"),
+        ({"answer": "New York", "retrieved": ((FILM,), ())}, "answer not in the documents"),
         ({"answer": "New York", "queries": ()}, "nothing retrieved"),
         ({"faults": ("wrong_step_number",)}, "malformed step (wrong_step_number)"),
         ({"answer": None, "finish": MALFORMED}, "step 3 has neither a query nor an answer"),
@@ -41,28 +43,34 @@ def choose(*episodes, keep=2, min_f1=0.8, retrieves=True):
         ({"faults": (NO_ROOM,)}, "forced answer"),
         # Right by chance in every second episode, whatever was read.
         ({"question": VERDICT, "answer": "Yes"}, None),
-        ({"question": VERDICT, "answer": "Yes", "found": ((FILM,), ())}, "guessed: a gold paragraph was not retrieved"),
+        (
+            {"question": VERDICT, "answer": "Yes", "retrieved": ((FILM,), ())},
+            "guessed: a gold paragraph was not retrieved",
+        ),
         ({"question": FIRST, "answer": "Brenn"}, None),
-        ({"question": FIRST, "answer": "Brenn", "found": ((FILM,), ())}, "guessed: a gold paragraph was not retrieved"),
+        (
+            {"question": FIRST, "answer": "Brenn", "retrieved": ((FILM,), ())},
+            "guessed: a gold paragraph was not retrieved",
+        ),
     ],
 )
 def test_why_an_episode_is_not_kept(changes, reason):
-    kept, reasons = choose(episode(**changes))
-    assert (len(kept), dict(reasons)) == ((0, {reason: 1}) if reason else (1, {}))
+    episodes, reasons = choose(episode(**changes))
+    assert (len(episodes), dict(reasons)) == ((0, {reason: 1}) if reason else (1, {}))
 
 
 def test_without_known_gold_a_verdict_needs_a_document_only():
     open_question = Question("y", "Is Brenn older than Olm?", ("yes",))
-    assert len(choose(episode("yes", question=open_question, found=((FILM,), ())))[0]) == 1
-    assert choose(episode("yes", question=open_question, found=((), ())))[1] == {"nothing retrieved": 1}
+    assert len(choose(episode("yes", question=open_question, retrieved=((FILM,), ())))[0]) == 1
+    assert choose(episode("yes", question=open_question, retrieved=((), ())))[1] == {"nothing retrieved": 1}
 
 
 def test_a_word_beside_a_dash_stands_in_a_document():
     """`normalize` makes one word of 1929-1930 with an en dash."""
     year = Question("q", "When did it begin?", ("1929",))
     assert len(choose(episode("1929", question=year))[0]) == 1
-    other = Question("q", "When did it begin?", ("192",))
-    assert choose(episode("192", question=other))[1] == {"answer not in the documents": 1}
+    cut_year = Question("q", "When did it begin?", ("192",))
+    assert choose(episode("192", question=cut_year))[1] == {"answer not in the documents": 1}
 
 
 def test_an_answer_that_overlaps_enough_is_right_and_must_itself_stand_in_a_document():
@@ -76,11 +84,13 @@ def test_without_a_retriever_no_document_is_asked_for():
 
 
 def test_the_shortest_are_kept_and_of_the_same_queries_one():
-    same, other, long = episode(tokens=7), episode(queries=("Film?", "Where?"), tokens=8), episode(tokens=9)
-    again = episode(queries=("who", "where"), tokens=6)
+    same_queries = episode(tokens=7)
+    other_queries = episode(queries=("Film?", "Where?"), tokens=8)
+    long = episode(tokens=9)
+    shortest = episode(queries=("who", "where"), tokens=6)
     third = episode(queries=("Born?", "Where?"), tokens=10)
     wrong = episode("Rome", tokens=1)
-    kept, reasons = choose(long, same, third, other, again, wrong)
-    assert kept == [again, other]
+    episodes, reasons = choose(long, same_queries, third, other_queries, shortest, wrong)
+    assert episodes == [shortest, other_queries]
     assert reasons == {"same queries, or analyses, as a shorter one": 2, "more than --keep 2": 1, "wrong answer": 1}
-    assert choose(long, other, keep=1)[0] == [other]
+    assert choose(long, other_queries, keep=1)[0] == [other_queries]

@@ -50,9 +50,9 @@ STEPS = {"question": "Who?", "steps": [{"analysis": "I know.", "answer": "Ann"}]
 def sources(tmp_path):
     """Settings of sources, whose rows it writes into files: name -> (rows, further keys)."""
 
-    def make(**given) -> SourceSettings:
+    def make(**sources_by_name) -> SourceSettings:
         entries = []
-        for name, (rows, keys) in given.items():
+        for name, (rows, keys) in sources_by_name.items():
             path = tmp_path / f"{name}.jsonl"
             path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
             entries.append({"file": str(path)} | keys)
@@ -97,8 +97,8 @@ def test_traces_with_a_gold_answer_of_their_own_ask_for_that(sources):
 
 
 def test_a_reply_of_weight_0_is_not_asked_for(sources):
-    said = [("user", "Hi"), ("assistant", "Hello."), ("user", "And?"), ("assistant", "No.")]
-    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    dialogue = [("user", "Hi"), ("assistant", "Hello."), ("user", "And?"), ("assistant", "No.")]
+    row = {"messages": [{"role": role, "content": content} for role, content in dialogue]}
     row["messages"][3]["weight"] = 0
     (question,) = questions(sources(mine=([row], {"type": "chat"})))
     assert (question.text, question.answers) == ("Hi", ("Hello.",))
@@ -107,10 +107,10 @@ def test_a_reply_of_weight_0_is_not_asked_for(sources):
 def test_the_type_of_a_source_reaches_the_reward_combined(sources):
     """The tools of Glaive's rows are declared in the system message, which the reward did not read."""
     types = ("chat", "coding", "function_calling")
-    asked = questions(sources(**{kind: ([ROWS[kind]], {"type": kind}) for kind in types}))
+    source_questions = questions(sources(**{kind: ([ROWS[kind]], {"type": kind}) for kind in types}))
 
     def paid(answer: str) -> list[float]:
-        return [combined(Episode(question, [Step(answer=answer)], ANSWERED)) for question in asked]
+        return [combined(Episode(question, [Step(answer=answer)], ANSWERED)) for question in source_questions]
 
     assert paid('<functioncall> {"name": "rate", "arguments": "{}"}') == [0.0, -0.3, 0.7]
     assert paid("Hello.")[0] == 1.0
@@ -119,31 +119,33 @@ def test_the_type_of_a_source_reaches_the_reward_combined(sources):
 
 def test_questions_and_answers_as_they_stand_and_the_limit_of_each(sources):
     rows = [{"question": f"Line\n{i}", "answer": ["a", "b"]} for i in range(3)]
-    found = questions(sources(one=(rows, {"type": "chat"}), two=([ROWS["qa"]] * 1, {})), limit=2)
-    assert [(q.id, q.source) for q in found] == [("one/one-1", "one"), ("one/one-2", "one"), ("two/1", "two")]
-    assert found[0].text == "Line\n0" and found[0].answers == ("a", "b")
+    limited = questions(sources(one=(rows, {"type": "chat"}), two=([ROWS["qa"]] * 1, {})), limit=2)
+    assert [(q.id, q.source) for q in limited] == [("one/one-1", "one"), ("one/one-2", "one"), ("two/1", "two")]
+    assert limited[0].text == "Line\n0" and limited[0].answers == ("a", "b")
 
 
 def test_each_source_has_its_format_and_prompts_are_of_the_one_that_format_names(tmp_path, sources):
     (tmp_path / "own.txt").write_text("Mine: {question}", encoding="utf-8")
     settings = ProtocolSettings(init_prompt=str(tmp_path / "own.txt"), system_prompt="Be brief.")
-    given = {"a": {}, "b": {"format": "tags"}, "c": {"type": "chat"}, "d": {"type": "qa", "format": "solution"}}
-    found = protocols_of(settings, sources(**{name: ([], keys) for name, keys in given.items()}))
-    assert found["a"] is found[""] and found["a"].question_message("x") == "Mine: x"
-    tags_message = found["b"].question_message("x")
-    assert found["b"].can_search and "<search>" in tags_message and "Mine" not in tags_message
-    assert found["c"] == Chat("Be brief.") and not found["d"].can_search and found["d"].system == "Be brief."
+    keys_by_name = {"a": {}, "b": {"format": "tags"}, "c": {"type": "chat"}, "d": {"type": "qa", "format": "solution"}}
+    protocols = protocols_of(settings, sources(**{name: ([], keys) for name, keys in keys_by_name.items()}))
+    assert protocols["a"] is protocols[""] and protocols["a"].question_message("x") == "Mine: x"
+    tags_message = protocols["b"].question_message("x")
+    assert protocols["b"].can_search and "<search>" in tags_message and "Mine" not in tags_message
+    assert (
+        protocols["c"] == Chat("Be brief.") and not protocols["d"].can_search and protocols["d"].system == "Be brief."
+    )
 
 
 def test_rows_of_sft_are_of_the_type_of_their_source(sources):
     mixture = sources(qa=([STEPS], {"type": "qa"}), r1=([ROWS["r1"]], {"type": "r1"}), any=([STEPS, ROWS["chat"]], {}))
-    found = read_rows_of(DataSettings(), mixture, protocols_of(ProtocolSettings(), mixture))
-    assert [len(rows) for rows in found.values()] == [1, 1, 2]
-    assert isinstance(found["r1"][0], Conversation) and found["qa"][0].steps[0].answer == "Ann"
+    rows_by_source = read_rows_of(DataSettings(), mixture, protocols_of(ProtocolSettings(), mixture))
+    assert [len(rows) for rows in rows_by_source.values()] == [1, 1, 2]
+    assert isinstance(rows_by_source["r1"][0], Conversation) and rows_by_source["qa"][0].steps[0].answer == "Ann"
 
 
 @pytest.mark.parametrize(
-    ("kind", "row", "told"),
+    ("kind", "row", "message"),
     [
         ("qa", ROWS["chat"], "line 1: a conversation, but the type of the source is qa"),
         ("chat", STEPS, "line 1: a trajectory, but the type of the source is chat"),
@@ -151,15 +153,15 @@ def test_rows_of_sft_are_of_the_type_of_their_source(sources):
         ("coding", {"instruction": "x"}, "line 1: has neither 'steps'"),
     ],
 )
-def test_a_row_of_another_type_is_refused_with_its_source(sources, kind, row, told):
+def test_a_row_of_another_type_is_refused_with_its_source(sources, kind, row, message):
     mixture = sources(mine=([row], {"type": kind}))
     with pytest.raises(R3LiteError) as error:
         read_rows_of(DataSettings(), mixture, protocols_of(ProtocolSettings(), mixture))
-    assert error.value.cause.startswith("the source mine: ") and told in error.value.cause
+    assert error.value.cause.startswith("the source mine: ") and message in error.value.cause
 
 
 @pytest.mark.parametrize(
-    ("kind", "rows", "told"),
+    ("kind", "rows", "message"),
     [
         ("qa", [{"question": "x"}], "the source mine: "),
         ("r1", [ROWS["chat"]], "line 1: the reply to learn has no answer after </think>"),
@@ -173,10 +175,10 @@ def test_a_row_of_another_type_is_refused_with_its_source(sources, kind, row, to
         ("function_calling", [ROWS["chat"]], "line 1: no message of the assistant calls a function"),
     ],
 )
-def test_questions_that_cannot_be_asked_are_refused_with_their_source(sources, kind, rows, told):
+def test_questions_that_cannot_be_asked_are_refused_with_their_source(sources, kind, rows, message):
     with pytest.raises((R3LiteError, UsageError)) as error:
         questions(sources(mine=(rows, {"type": kind})))
-    assert "source mine" in str(error.value) and told in str(error.value)
+    assert "source mine" in str(error.value) and message in str(error.value)
 
 
 def test_a_file_that_is_not_there_is_told_with_its_source():

@@ -93,22 +93,23 @@ def test_a_trajectory_is_the_episode_that_a_rollout_would_sample(tokenizer, name
     for number, step in enumerate(steps, 1):
         script += tokenizer.encode(protocol.render(step, number))
         script += [tokenizer.stop_id] if protocol.user_turns else []
-    said = iter(script)
+    script_tokens = iter(script)
     model = CausalLM(ModelConfig(tokenizer.size, 16, 16, 1, 2, 2)).requires_grad_(False)
 
     def say(*_):
-        return torch.tensor([next(said)]), torch.zeros(1)
+        return torch.tensor([next(script_tokens)]), torch.zeros(1)
 
     engine = Engine(model, layout_of(tokenizer, protocol), say, Grant(Memory()))
-    asked, found = [], iter([[found.documents for found in s.searches] for s in steps])
+    queries = []
+    documents = iter([[search.documents for search in s.searches] for s in steps])
 
     def retrieve(pairs):
-        asked.extend(query for _, query in pairs)
-        return next(found)
+        queries.extend(query for _, query in pairs)
+        return next(documents)
 
     question = Question(TRAJECTORY.id, TRAJECTORY.question, TRAJECTORY.answers)
     (sequence,) = engine.run([question], ["0"], retrieve)
-    assert sequence.finish == "answered" and asked == [q for s in steps for q in s.queries]
+    assert sequence.finish == "answered" and queries == [q for s in steps for q in s.queries]
     assert sequence.tokens == row.tokens
     assert sequence.action_mask == row.action_mask
     assert [t for t, action in zip(sequence.tokens, sequence.action_mask) if action] == script

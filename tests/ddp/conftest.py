@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from r3lite.core import run_files
 from r3lite.core.files import write_jsonl
@@ -20,9 +21,9 @@ WORKER = Path(__file__).with_name("worker.py")
 
 
 def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -49,20 +50,20 @@ class Processes:
     def run(self, command: str, arguments: list[str], *changes: str, of_last: list[str] = ()) -> list[int]:
         """The exit status of each rank; the last one gets the arguments `of_last`, too."""
         port = free_port()
-        self.began = [os.path.getsize(file.name) for file in self.errors]
+        self.offsets = [os.path.getsize(file.name) for file in self.errors]
         for rank, process in enumerate(self.started):
-            more = of_last if rank == self.size - 1 else []
-            job = {"command": command, "arguments": [*arguments, *more], "port": port, "changes": changes}
+            extra_arguments = of_last if rank == self.size - 1 else []
+            job = {"command": command, "arguments": [*arguments, *extra_arguments], "port": port, "changes": changes}
             process.stdin.write(json.dumps(job) + "\n")
             process.stdin.flush()
         # PyTorch 2.10's Gloo prints lines of its own.
-        said = (next(line for line in process.stdout if not line.startswith("[Gloo]")) for process in self.started)
-        return list(map(json.loads, said))
+        lines = (next(line for line in process.stdout if not line.startswith("[Gloo]")) for process in self.started)
+        return list(map(json.loads, lines))
 
-    def said(self, rank: int) -> str:
+    def stderr_of(self, rank: int) -> str:
         """What a rank has printed in the last run."""
         with open(self.errors[rank].name) as file:
-            file.seek(self.began[rank])
+            file.seek(self.offsets[rank])
             return file.read()
 
     def end(self) -> None:
@@ -75,10 +76,11 @@ class Processes:
 @pytest.fixture(scope="session")
 def processes(tmp_path_factory):
     """`processes(2)`: two ranks, started once."""
-    made, log = {}, tmp_path_factory.mktemp("ranks")
-    yield lambda size: made.setdefault(size, None) or made.update({size: Processes(size, log)}) or made[size]
-    for some in made.values():
-        some.end()
+    by_size = {}
+    log = tmp_path_factory.mktemp("ranks")
+    yield lambda size: by_size.setdefault(size, None) or by_size.update({size: Processes(size, log)}) or by_size[size]
+    for workers in by_size.values():
+        workers.end()
 
 
 @pytest.fixture(scope="session")
@@ -109,28 +111,32 @@ def common(toy: Path) -> list[str]:
     return ["--model", str(toy / "model"), "--device", "cpu", "--dtype", "fp32", *prompts, "--max-steps", "3"]
 
 
-def sft(toy: Path, output: Path, *more: str) -> list[str]:
+def sft(toy: Path, output: Path, *extra_flags: str) -> list[str]:
     data = ["--data", str(toy / "rows.jsonl"), "--validation-rows", "4", "--output", str(output)]
     shape = "--batch-size 3 --gradient-accumulation 2 --learning-rate 5e-4 --lora-dropout 0"
-    return [*common(toy), *data, *shape.split(), *more]
+    return [*common(toy), *data, *shape.split(), *extra_flags]
 
 
-def rl(toy: Path, output: Path, algorithm: str, *more: str) -> list[str]:
+def rl(toy: Path, output: Path, algorithm: str, *extra_flags: str) -> list[str]:
     data = ["--data", str(toy / "questions.jsonl"), "--retriever", "none", "--output", str(output)]
     shape = "--batch-size 3 --num-generations 3 --mini-batch-size 5 --micro-batch-size 2 --learning-rate 1e-4"
     shape += " --max-new-tokens 24 --max-length 88 --kl-beta 0.05 --algorithm"
-    return [*common(toy), *data, *shape.split(), algorithm, *more]
+    return [*common(toy), *data, *shape.split(), algorithm, *extra_flags]
 
 
-def differences(one: Path, other: Path, step: int = 3) -> tuple[float, float]:
+def differences(run_a: Path, run_b: Path, step: int = 3) -> tuple[float, float]:
     """The largest difference of a trained weight, and of a metric (of one above 1, relative to it)."""
-    weights, others = (checkpoint.read(run / f"checkpoint-{step}").tensors["weights"] for run in (one, other))
-    assert weights.keys() == others.keys()
-    of_weights = max(float((weight - others[name]).abs().max()) for name, weight in weights.items())
-    of_metrics = 0.0
-    for record, again in zip(*(metrics.read(run / run_files.METRICS) for run in (one, other)), strict=True):
-        a, b = metrics.repeatable(record), metrics.repeatable(again)
+    weights_a, weights_b = (checkpoint.read(run / f"checkpoint-{step}").tensors["weights"] for run in (run_a, run_b))
+    assert weights_a.keys() == weights_b.keys()
+    of_weights = [float((weight - weights_b[name]).abs().max()) for name, weight in weights_a.items()]
+    of_metrics = []
+    for record_a, record_b in zip(*(metrics.read(run / run_files.METRICS) for run in (run_a, run_b)), strict=True):
+        a, b = metrics.repeatable(record_a), metrics.repeatable(record_b)
         assert a.keys() == b.keys() and all((a[name] is None) == (b[name] is None) for name in a)
-        apart = (abs(a[n] - b[n]) / max(1.0, abs(a[n])) for n in a if isinstance(a[n], int | float))
-        of_metrics = max(of_metrics, *apart)
-    return of_weights, of_metrics
+        of_metrics += [abs(a[n] - b[n]) / max(1.0, abs(a[n])) for n in a if isinstance(a[n], int | float)]
+    return largest(of_weights), largest(of_metrics)
+
+
+def largest(numbers: list[float]) -> float:
+    """NaN if one of them is; `max` would pass over it."""
+    return float(torch.tensor(numbers, dtype=torch.float64).max())

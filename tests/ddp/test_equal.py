@@ -33,13 +33,14 @@ def arguments(toy, output, name: str) -> tuple[str, list[str]]:
 @pytest.fixture(scope="module")
 def alone(processes, toy, tmp_path_factory):
     """The folder of a run in one process, by its name."""
-    made, place = {}, tmp_path_factory.mktemp("alone")
+    folders = {}
+    place = tmp_path_factory.mktemp("alone")
 
     def run(name: str):
-        if name not in made:
+        if name not in folders:
             assert processes(1).run(*arguments(toy, place / name, name), *RUNS[name]) == [0]
-            made[name] = place / name
-        return made[name]
+            folders[name] = place / name
+        return folders[name]
 
     return run
 
@@ -57,7 +58,7 @@ def test_processes_learn_what_one_learns(processes, alone, toy, tmp_path, name, 
     weights, metrics = differences(alone(name), tmp_path / "run")
     print(f"{name}, {size} processes: weights {weights:.2e}, metrics {metrics:.2e}")
     assert weights <= WEIGHTS and metrics <= METRICS
-    assert [together.said(rank) for rank in range(1, size)] == [""] * (size - 1)  # the first alone says anything
+    assert [together.stderr_of(rank) for rank in range(1, size)] == [""] * (size - 1)  # the first alone says anything
     if name != "sft":
         assert episodes(alone(name)) == episodes(tmp_path / "run")
     if name == "dapo":
@@ -87,11 +88,11 @@ def test_the_comparison_shows_each_mistake(processes, alone, toy, tmp_path, name
 def test_with_retrieval_on_the_tiny_checkpoint(processes, cold, tmp_path, algorithm, size):
     from tests.cold_start import arguments
 
-    more = ["--dtype", "fp32", "--algorithm", algorithm, "--max-steps", "3", "--learning-rate", "1e-5"]
-    more += ["--refill-limit", "2"] if algorithm == "dapo" else ["--kl-beta", "0.05"]
-    more += ["--eval-data", str(shipped("data", "world", "test.jsonl")), "--eval-questions", "6", "--eval-every", "2"]
+    flags = ["--dtype", "fp32", "--algorithm", algorithm, "--max-steps", "3", "--learning-rate", "1e-5"]
+    flags += ["--refill-limit", "2"] if algorithm == "dapo" else ["--kl-beta", "0.05"]
+    flags += ["--eval-data", str(shipped("data", "world", "test.jsonl")), "--eval-questions", "6", "--eval-every", "2"]
     for count in (1, size):
-        run = arguments(cold, tmp_path / str(count), *more)
+        run = arguments(cold, tmp_path / str(count), *flags)
         assert processes(count).run("ppo", run) == [0] * count
     weights, metrics = differences(tmp_path / "1", tmp_path / str(size))
     print(f"{algorithm}, {size} processes: weights {weights:.2e}, metrics {metrics:.2e}")

@@ -75,12 +75,12 @@ def mean_of_local_means(patch: Patch) -> None:
     add_gradients = SFTTrainer.add_gradients
 
     def local(self, rows):
-        mine = [rows[i] for i in self.ranks.rows_of_rank([len(row.tokens) for row in rows])]
+        local_rows = [rows[i] for i in self.ranks.rows_of_rank([len(row.tokens) for row in rows])]
         with undivided(self.ranks):
-            found = add_gradients(self, mine)
+            loss_parts = add_gradients(self, local_rows)
         for parameter in optim.parameters(self.state.optimizer).values():
             parameter.grad /= SIZE
-        return {name: share / SIZE for name, share in found.items()}
+        return {name: share / SIZE for name, share in loss_parts.items()}
 
     patch.setattr(SFTTrainer, "add_gradients", local)
 
@@ -90,9 +90,9 @@ def count_of_local_tokens(patch: Patch) -> None:
     add_gradients = Learner.add_gradients
 
     def local(self, batch):
-        mine = batch.select(self.ranks.rows_of_rank([len(row) for row in batch.token_rows()]))
+        local_batch = batch.select(self.ranks.rows_of_rank([len(row) for row in batch.token_rows()]))
         with undivided(self.ranks):
-            return add_gradients(self, mine)
+            return add_gradients(self, local_batch)
 
     patch.setattr(Learner, "add_gradients", local)
 
@@ -101,8 +101,8 @@ def seeds_of_ranks(patch: Patch) -> None:
     """Random streams belong to ranks."""
     run = Engine.run
 
-    def local(self, questions, seeds, *more):
-        return run(self, questions, [f"rank {RANK}/{i}" for i in range(len(seeds))], *more)
+    def local(self, questions, seeds, *arguments):
+        return run(self, questions, [f"rank {RANK}/{i}" for i in range(len(seeds))], *arguments)
 
     patch.setattr(Engine, "run", local)
 
@@ -123,8 +123,8 @@ def whitened_on_each_rank(patch: Patch) -> None:
     """Advantages get mean 0 and variance 1 over the rank's own episodes."""
 
     def local(x, mask):
-        mine = torch.arange(len(x)) % SIZE == RANK
-        return torch.where(mine[:, None], whiten(x, mask & mine[:, None]), whiten(x, mask & ~mine[:, None]))
+        is_local = torch.arange(len(x)) % SIZE == RANK
+        return torch.where(is_local[:, None], whiten(x, mask & is_local[:, None]), whiten(x, mask & ~is_local[:, None]))
 
     patch.setattr("r3lite.rl.algorithms.ppo.whiten", local)
     patch.setattr(Learner, "micro_batches", lambda self, batch: [self.ranks.rows_of_rank([1] * len(batch))])

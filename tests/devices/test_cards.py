@@ -6,7 +6,7 @@ from r3lite.devices import cards
 
 
 @pytest.mark.parametrize(
-    ("told", "known"),
+    ("driver_name", "table_name"),
     [
         ("NVIDIA GeForce RTX 3050 Laptop GPU", "RTX 3050 Laptop"),
         ("NVIDIA GeForce GTX 1650", "GTX 1650"),
@@ -21,19 +21,19 @@ from r3lite.devices import cards
         ("", None),
     ],
 )
-def test_a_card_is_found_by_the_name_that_its_driver_tells(told, known):
-    assert getattr(cards.card(told), "name", None) == known
+def test_a_card_is_found_by_the_name_that_its_driver_tells(driver_name, table_name):
+    assert getattr(cards.card(driver_name), "name", None) == table_name
 
 
 def test_the_table_is_of_cards_whose_figures_have_a_source():
-    assert len({cards.name_words(known.name) for known in cards.CARDS}) == len(cards.CARDS)
-    for known in cards.CARDS:
-        assert known.source.startswith("https://") and known.memory and known.memory >= 2 * cards.GIB
+    assert len({cards.name_words(card.name) for card in cards.CARDS}) == len(cards.CARDS)
+    for card in cards.CARDS:
+        assert card.source.startswith("https://") and card.memory and card.memory >= 2 * cards.GIB
         # From 64 GB/s and 2 TFLOPS on: a figure in another unit would be out of these bounds.
-        assert all(6e10 <= bandwidth < 5e12 for bandwidth in known.bandwidth.values())
-        assert known.flops.keys() == known.bandwidth.keys() <= set(cards.DTYPES)
-        assert all(2e12 < flops < 1e15 for flops in known.flops.values())
-        assert known.flops["fp16"] >= known.flops["fp32"]
+        assert all(6e10 <= bandwidth < 5e12 for bandwidth in card.bandwidth.values())
+        assert card.flops.keys() == card.bandwidth.keys() <= set(cards.DTYPES)
+        assert all(2e12 < flops < 1e15 for flops in card.flops.values())
+        assert card.flops["fp16"] >= card.flops["fp32"]
 
 
 def test_a_slip_is_of_a_card_with_the_same_number():

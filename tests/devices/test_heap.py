@@ -28,5 +28,5 @@ print(held, resident())
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc alone has malloc_trim")
 def test_free_pages_amid_the_heap_are_returned_to_the_system():
     done = subprocess.run([sys.executable, "-c", HOLES], capture_output=True, text=True, check=True)
-    before, after = map(float, done.stdout.split())
-    assert before - after > 300
+    mib_before, mib_after = map(float, done.stdout.split())
+    assert mib_before - mib_after > 300

@@ -16,7 +16,7 @@ KIB = 1024
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "held"),
+    ("shape", "dtype", "num_bytes"),
     [
         ((256, 256), torch.float32, 256 * KIB),
         ((256, 256), torch.bfloat16, 128 * KIB),
@@ -26,20 +26,21 @@ KIB = 1024
         ((0,), torch.float32, 0),
     ],
 )
-def test_an_allocation_counts_to_the_grain(shape, dtype, held):
+def test_an_allocation_counts_to_the_grain(shape, dtype, num_bytes):
     with LiveTensors() as counter:
         tensor = torch.empty(shape, dtype=dtype)
-        assert (counter.live, counter.peak) == (held, held)
+        assert (counter.live, counter.peak) == (num_bytes, num_bytes)
         del tensor
-        assert (counter.live, counter.peak) == (0, held)
+        assert (counter.live, counter.peak) == (0, num_bytes)
 
 
 def test_a_tensor_from_before_counts_once_it_is_touched():
-    before, untouched = torch.zeros(KIB, dtype=torch.uint8), torch.zeros(KIB, dtype=torch.uint8)
+    touched = torch.zeros(KIB, dtype=torch.uint8)
+    untouched = torch.zeros(KIB, dtype=torch.uint8)
     with LiveTensors() as counter:
         assert counter.live == 0
-        before.add_(1)
-        before.add_(1)
+        touched.add_(1)
+        touched.add_(1)
         assert counter.live == KIB
     assert untouched.numel() == KIB
 
@@ -145,13 +146,13 @@ def test_on_cuda_the_allocations_of_backward_are_seen_though_it_has_threads_of_i
 
 
 def test_tensors_of_another_thread_count_once_they_are_touched_here():
-    made = []
+    tensors = []
     with LiveTensors() as counter:
-        thread = threading.Thread(target=lambda: made.append(torch.zeros(KIB)))
+        thread = threading.Thread(target=lambda: tensors.append(torch.zeros(KIB)))
         thread.start()
         thread.join()
         assert counter.live == 0
-        made[0].add_(1)
+        tensors[0].add_(1)
         assert counter.live == 4 * KIB
 
 
@@ -159,27 +160,28 @@ def test_what_the_thread_of_the_fetcher_makes_is_missed():
     """As the docstring says; if this fails, it says too little of what is counted."""
 
     def retrieve(pairs):
-        made.append(torch.zeros(KIB))
+        tensors.append(torch.zeros(KIB))
         return [[Document("1", "t", str(threading.get_ident()))] for _ in pairs]
 
-    made, sequence = [], Sequence(Question("q", "q", ()), stream=None, pending=(Search("a query"),))
+    tensors = []
+    sequence = Sequence(Question("q", "q", ()), stream=None, pending=(Search("a query"),))
     with LiveTensors() as counter, closing(Fetcher(retrieve)) as fetcher:
         fetcher.queue(sequence)
         fetcher.end_iteration(idle=True)
         ((_, ((document,),)),) = fetcher.collect(idle=True)
-        assert len(made) == 1 and document.text != str(threading.get_ident())
+        assert len(tensors) == 1 and document.text != str(threading.get_ident())
         assert counter.live == 0
 
 
 def test_a_counter_begun_again_goes_on():
     counter = LiveTensors()
     with counter:
-        kept = torch.zeros(KIB)
+        inside = torch.zeros(KIB)
     outside = torch.zeros(KIB)
     with counter:
         assert counter.live == 4 * KIB
         outside.add_(1)
         assert counter.live == 8 * KIB
-    del kept, outside
+    del inside, outside
     gc.collect()
     assert counter.live == 0

@@ -17,25 +17,25 @@ def answers(monkeypatch):
     """Makes nvidia-smi answer with a line, or raise; returns what it is asked."""
 
     def make(line: str = "", status: int = 0, error: Exception | None = None) -> list[list[str]]:
-        asked = []
+        commands = []
 
         def run(command, **options):
-            asked.append(command)
+            commands.append(command)
             if error:
                 raise error
             return subprocess.CompletedProcess(command, status, line, "")
 
         monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr(machine.subprocess, "run", run)
-        return asked
+        return commands
 
     return make
 
 
 def test_the_driver_is_asked_of_one_card_and_what_it_does_not_tell_is_left_out(answers):
-    asked = answers("580.95, P8, 3.1, 35.0, [N/A], [Not Supported], 41, 120\n580.95, P0, 1, 1, 1, 1, 1, 1\n")
+    commands = answers("580.95, P8, 3.1, 35.0, [N/A], [Not Supported], 41, 120\n580.95, P0, 1, 1, 1, 1, 1, 1\n")
     assert machine.ask_driver("1") == TOLD | {"used_mib": "120"}
-    assert "--id=1" in asked[0] and "driver_version,pstate," in " ".join(asked[0])
+    assert "--id=1" in commands[0] and "driver_version,pstate," in " ".join(commands[0])
 
 
 @pytest.mark.parametrize(
@@ -60,11 +60,11 @@ def test_a_missing_program_is_no_error(monkeypatch):
 
 def test_this_machine_is_described_and_its_name_is_not(monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "alices-laptop")
-    found = machine.describe(torch.device("cpu"), {})
-    assert found["card"] is None and found["threads"] == torch.get_num_threads() and found["torch"] == torch.__version__
-    assert found["default_dtype"] in ("fp32", "bf16") and (found["memory_mib"] is None or found["memory_mib"] > 100)
-    assert "alices-laptop" not in str(found)
-    assert list(machine.lines(found)) == ["system", "processor", "PyTorch", "device"]
+    facts = machine.describe(torch.device("cpu"), {})
+    assert facts["card"] is None and facts["threads"] == torch.get_num_threads() and facts["torch"] == torch.__version__
+    assert facts["default_dtype"] in ("fp32", "bf16") and (facts["memory_mib"] is None or facts["memory_mib"] > 100)
+    assert "alices-laptop" not in str(facts)
+    assert list(machine.lines(facts)) == ["system", "processor", "PyTorch", "device"]
 
 
 def test_a_card_is_told_with_its_memory_and_power():
@@ -72,11 +72,11 @@ def test_a_card_is_told_with_its_memory_and_power():
     card = {"name": "NVIDIA GeForce GTX 1650", "capability": "7.5", **sizes, "told": TOLD}
     here = {"system": "Linux", "processor": "a processor", "cores": 8, "threads": 8, "memory_mib": None, "card": card}
     here |= {"python": "3.12", "torch": "2.13", "cuda": "13.0", "device": "cuda", "default_dtype": "fp16"}
-    told = machine.lines(here)
-    assert told["processor"] == "a processor, 8 cores, 8 threads used"
-    assert told["GPU"] == "NVIDIA GeForce GTX 1650, compute capability 7.5"
-    assert told["GPU memory"] == "3,897 MiB, 3,600 free; host memory cannot be pinned, so offloading is slower"
-    assert told["driver"] == "580.95, P8, 3.1 of 35.0 W, 41 C"
+    lines = machine.lines(here)
+    assert lines["processor"] == "a processor, 8 cores, 8 threads used"
+    assert lines["GPU"] == "NVIDIA GeForce GTX 1650, compute capability 7.5"
+    assert lines["GPU memory"] == "3,897 MiB, 3,600 free; host memory cannot be pinned, so offloading is slower"
+    assert lines["driver"] == "580.95, P8, 3.1 of 35.0 W, 41 C"
 
 
 def test_memory_that_cannot_be_pinned_is_found_out(monkeypatch):

@@ -64,8 +64,8 @@ def test_a_card_without_a_pytorch_that_can_use_it_is_told(monkeypatch, capsys):
     monkeypatch.setattr(torch.version, "cuda", None)
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
     assert precision.resolve_device("auto") == CPU
-    assert "NVIDIA GPU" in (told := capsys.readouterr().err)
-    assert "https://pytorch.org/get-started/locally/" in told
+    assert "NVIDIA GPU" in (stderr := capsys.readouterr().err)
+    assert "https://pytorch.org/get-started/locally/" in stderr
     precision.resolve_device("cpu")  # asked for: nothing to warn of
     assert not capsys.readouterr().err
 
@@ -156,7 +156,7 @@ def test_without_a_scaler_bad_gradients_stop_the_run_before_they_reach_a_weight(
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"dtype": 3}, "dtype is 3, not text"),
         ({"device": None}, "device is missing"),
@@ -167,10 +167,10 @@ def test_without_a_scaler_bad_gradients_stop_the_run_before_they_reach_a_weight(
         ({"scaler": {"scale": 0}}, "scaler.scale is 0, not a finite number above 0"),
     ],
 )
-def test_a_state_of_wrong_types_is_refused(changed, told):
+def test_a_state_of_wrong_types_is_refused(changed, message):
     """They ended in a KeyError or a TypeError."""
     p = Precision(torch.float16, CPU)
-    with pytest.raises(R3LiteError, match=re.escape(told)):
+    with pytest.raises(R3LiteError, match=re.escape(message)):
         p.load_state_dict(p.state_dict() | changed)
 
 

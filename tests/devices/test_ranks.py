@@ -21,10 +21,11 @@ def lengths(kind: str, count: int) -> list[int]:
 @pytest.mark.parametrize(("size", "count"), [(2, 8), (2, 32), (4, 32), (8, 64), (64, 512)])
 def test_no_rank_waits_more_than_a_tenth(kind, size, count):
     tokens = lengths(kind, count)
-    made = shares(tokens, size)
-    assert sorted(row for rows in made for row in rows) == list(range(count))
-    most, mean = max(sum(tokens[row] for row in rows) for rows in made), sum(tokens) / size
-    assert most <= 1.1 * mean
+    rows_of_ranks = shares(tokens, size)
+    assert sorted(row for rows in rows_of_ranks for row in rows) == list(range(count))
+    largest = max(sum(tokens[row] for row in rows) for rows in rows_of_ranks)
+    mean = sum(tokens) / size
+    assert largest <= 1.1 * mean
 
 
 def test_rows_are_divided_the_same_way_each_time_and_none_is_lost():

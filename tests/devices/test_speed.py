@@ -11,11 +11,12 @@ CPU = torch.device("cpu")
 
 def test_seconds_are_those_of_one_call_and_of_the_quickest_measurement(monkeypatch):
     """After a first call, of 0.2 s, and one of 0.01 s, two calls are enough for each of three measurements."""
-    now, waits = [0.0], iter([0.2, 0.01, 0.15, 0.15, 0.01, 0.012, 0.15, 0.15])
-    monkeypatch.setattr(speed.time, "perf_counter", lambda: now[0])
+    clock = [0.0]
+    waits = iter([0.2, 0.01, 0.15, 0.15, 0.01, 0.012, 0.15, 0.15])
+    monkeypatch.setattr(speed.time, "perf_counter", lambda: clock[0])
 
     def work() -> None:
-        now[0] += next(waits)
+        clock[0] += next(waits)
 
     assert speed.seconds(work, CPU, repeats=3) == pytest.approx(0.011)
     assert next(waits, None) is None
@@ -104,6 +105,6 @@ def test_a_measurement_that_fails_is_a_line_and_no_failure(forgotten, monkeypatc
 
     monkeypatch.setattr(speed, "measure", refuse)
     assert speed.speeds_of(CPU, "fp32", F.linear) is None
-    told = capsys.readouterr().err
-    assert told.startswith("warning: cannot measure the speed of this device: OutOfMemoryError('CUDA out of memory.")
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("warning: cannot measure the speed of this device: OutOfMemoryError('CUDA out of memory.")
+    assert stderr.count("\n") == 1

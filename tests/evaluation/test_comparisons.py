@@ -17,29 +17,29 @@ def marks(values, judged=None, **means):
 
 def test_the_difference_of_two_shares():
     # 100 questions; the second model loses none and gains 20: mean 0.2, standard error sqrt(0.2 * 0.8 / 100) = 0.04.
-    before = [0.0] * 50 + [1.0] * 50
-    after = [1.0] * 20 + before[20:]
-    found = compare(marks(before), marks(after))["em"]
-    assert (found["a"], found["b"]) == (0.5, 0.7) and found["difference"] == pytest.approx(0.2)
-    assert found["low"] == pytest.approx(0.2 - 1.96 * 0.04, abs=0.015)
-    assert found["high"] == pytest.approx(0.2 + 1.96 * 0.04, abs=0.015)
-    assert found["p"] == pytest.approx(2 / 10_001)  # no resample without a gain
-    assert compare(marks(before), marks(after))["em"] == found
-    turned = compare(marks(after), marks(before))["em"]
-    assert turned["difference"] == pytest.approx(-0.2) and turned["p"] == found["p"]
-    assert turned["low"] == pytest.approx(-found["high"])
+    first_em = [0.0] * 50 + [1.0] * 50
+    second_em = [1.0] * 20 + first_em[20:]
+    entry = compare(marks(first_em), marks(second_em))["em"]
+    assert (entry["a"], entry["b"]) == (0.5, 0.7) and entry["difference"] == pytest.approx(0.2)
+    assert entry["low"] == pytest.approx(0.2 - 1.96 * 0.04, abs=0.015)
+    assert entry["high"] == pytest.approx(0.2 + 1.96 * 0.04, abs=0.015)
+    assert entry["p"] == pytest.approx(2 / 10_001)  # no resample without a gain
+    assert compare(marks(first_em), marks(second_em))["em"] == entry
+    turned = compare(marks(second_em), marks(first_em))["em"]
+    assert turned["difference"] == pytest.approx(-0.2) and turned["p"] == entry["p"]
+    assert turned["low"] == pytest.approx(-entry["high"])
 
 
 def test_no_difference_has_a_p_of_1():
-    same = compare(marks([0, 1, 0.5]), marks([0, 1, 0.5]))["f1"]
-    assert same == {"a": 0.5, "b": 0.5, "difference": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
+    entry = compare(marks([0, 1, 0.5]), marks([0, 1, 0.5]))["f1"]
+    assert entry == {"a": 0.5, "b": 0.5, "difference": 0.0, "low": 0.0, "high": 0.0, "p": 1.0}
 
 
 def test_sums_in_another_order_are_no_difference():
     """0.1 + 0.2 is not 0.3 in floats: p was the smallest that there is."""
     for a, b in ((0.1 + 0.2, 0.3), (0.3, 0.1 + 0.2)):
-        found = compare(marks([a]), marks([b]))["f1"]
-        assert 0 < abs(found["difference"]) < 1e-12 and found["p"] == 1.0
+        entry = compare(marks([a]), marks([b]))["f1"]
+        assert 0 < abs(entry["difference"]) < 1e-12 and entry["p"] == 1.0
 
 
 def test_p_of_all_resamples():
@@ -56,33 +56,33 @@ def test_p_is_below_5_percent_where_the_interval_leaves_0_out():
     draw = np.random.default_rng(0)
     for shift in np.linspace(-0.1, 0.3, 21):
         a = draw.random(40)
-        found = compare(marks(a), marks(a + shift + draw.normal(0, 0.3, 40)))["f1"]
-        assert (found["low"] > 0 or found["high"] < 0) == (found["p"] < 0.05)
+        entry = compare(marks(a), marks(a + shift + draw.normal(0, 0.3, 40)))["f1"]
+        assert (entry["low"] > 0 or entry["high"] < 0) == (entry["p"] < 0.05)
 
 
 def test_pairing_matters():
     # Questions differ much, the models little: an unpaired interval would be ten times as wide.
     easy = np.random.default_rng(0).random(200)
-    found = compare(marks(easy), marks(easy + 0.01))["f1"]
-    assert (found["difference"], found["low"], found["high"]) == pytest.approx((0.01, 0.01, 0.01))
+    entry = compare(marks(easy), marks(easy + 0.01))["f1"]
+    assert (entry["difference"], entry["low"], entry["high"]) == pytest.approx((0.01, 0.01, 0.01))
 
 
 def test_only_what_both_know_is_compared_question_by_question():
     a = [*marks([0, 1], judged=True, bleu=0.5), *marks([1], bleu=0.1, sp_f1=1.0)]
     b = [*marks([0, 1], judged=False, bleu=0.7), *marks([1], judged=True)]
-    found = compare(a, b)
-    assert found.keys() == {"em", "f1", "format_adherence", "mean_searches", "judge_accuracy", "bleu"}
-    assert (found["bleu"]["a"], found["bleu"]["b"]) == pytest.approx((0.5, 0.7))
-    assert (found["judge_accuracy"]["a"], found["judge_accuracy"]["b"]) == (1.0, 0.0)
+    comparison = compare(a, b)
+    assert comparison.keys() == {"em", "f1", "format_adherence", "mean_searches", "judge_accuracy", "bleu"}
+    assert (comparison["bleu"]["a"], comparison["bleu"]["b"]) == pytest.approx((0.5, 0.7))
+    assert (comparison["judge_accuracy"]["a"], comparison["judge_accuracy"]["b"]) == (1.0, 0.0)
 
 
 def test_values_are_those_of_the_scores():
     a = [Marks(1, 1, 0.5, well, steps, well, hops) for well, steps, hops in ((1, 2, 2), (3, 3, 3), (0, 5, 4))]
     b = [Marks(0, 0.5, 1.0, 2, 3, 1, hops) for hops in (2, 3, 4)]
-    found, ours, theirs = compare(a, b), scores(a), scores(b)
-    for name, entry in found.items():
+    comparison, ours, theirs = compare(a, b), scores(a), scores(b)
+    for name, entry in comparison.items():
         assert (entry["a"], entry["b"]) == pytest.approx((ours[name]["value"], theirs[name]["value"]))
-    assert found["format_adherence"]["a"] == 4 / 10  # of steps, not of episodes
+    assert comparison["format_adherence"]["a"] == 4 / 10  # of steps, not of episodes
 
 
 def test_scores_without_their_pair_are_refused():
@@ -140,11 +140,12 @@ def test_the_interval_of_the_mean_of_sets_is_that_of_a_bootstrap_written_apart_a
 def test_the_same_answers_twice_are_not_more_answers():
     """Seeds in one row of questions would have made the interval of two equal seeds narrower by the root of two."""
     pair = marks([0.0] * 60 + [1.0] * 40), marks([1.0] * 20 + [0.0] * 35 + [1.0] * 45)
-    once, twice = compare_sets([[pair]]), compare_sets([[pair, pair]])
-    assert once == twice
+    one_seed = compare_sets([[pair]])
+    two_seeds = compare_sets([[pair, pair]])
+    assert one_seed == two_seeds
     alone = compare(*pair)["em"]
-    assert once["sets"][0]["em"]["low"] == pytest.approx(alone["low"], abs=0.011)
-    assert once["sets"][0]["em"]["high"] == pytest.approx(alone["high"], abs=0.011)
+    assert one_seed["sets"][0]["em"]["low"] == pytest.approx(alone["low"], abs=0.011)
+    assert one_seed["sets"][0]["em"]["high"] == pytest.approx(alone["high"], abs=0.011)
 
 
 def test_sets_are_resampled_independently_and_weigh_the_same():

@@ -20,13 +20,13 @@ def test_all_metrics_see_the_same_draws():
 
 def test_blocks_change_nothing(monkeypatch):
     table = np.random.default_rng(0).integers(9, size=(2, 30, 2)).astype(float)
-    whole = resampled_sums(table, 0, 100)
+    expected = resampled_sums(table, 0, 100)
     monkeypatch.setattr("r3lite.evaluation.intervals.LARGEST_BLOCK", 100)
-    assert np.array_equal(resampled_sums(table, 0, 100), whole)
+    assert np.array_equal(resampled_sums(table, 0, 100), expected)
 
 
 def test_an_interval_of_what_is_unknown_is_none():
     assert ratios(np.array([[0.0, 0.0]]))[0] != ratios(np.array([[0.0, 0.0]]))[0]  # nan
     assert interval(np.array([np.nan, np.nan])) == {"value": None, "low": None, "high": None}
-    found = interval(np.array([7.0, *np.arange(1001.0), np.nan]))
-    assert found == {"value": 7.0, "low": 25.0, "high": pytest.approx(975.0)}
+    entry = interval(np.array([7.0, *np.arange(1001.0), np.nan]))
+    assert entry == {"value": 7.0, "low": 25.0, "high": pytest.approx(975.0)}

@@ -62,8 +62,8 @@ def test_marks_come_back_from_a_line_of_predictions():
     line = episode().to_json() | marks.to_json()
     assert Marks.from_json(Record(line, Source("x"))) == marks
     earlier = {key: line[key] for key in ("id", "question", "answers", "prediction", "steps", "finish", "em", "f1")}
-    found = Marks.from_json(Record(earlier | {"recall": None}, Source("x")))
-    assert found == Marks(marks.em, marks.f1, None, 2, 3, 2, 1)
+    earlier_marks = Marks.from_json(Record(earlier | {"recall": None}, Source("x")))
+    assert earlier_marks == Marks(marks.em, marks.f1, None, 2, 3, 2, 1)
 
 
 def test_combined_by_hand():
@@ -79,29 +79,29 @@ def test_means_by_hand():
         mark(em=0, f1=0.5, recall=1.0, well_formed=0, steps=1, searches=0, judged=None),
         mark(em=0, f1=0, recall=None, well_formed=1, steps=4, searches=1, judged=False),
     ]
-    found = scores(marks)
-    values = {name: found[name]["value"] for name in METRICS}
+    means = scores(marks)
+    values = {name: means[name]["value"] for name in METRICS}
     expected = {"em": 1 / 3, "f1": 0.5, "retrieval_recall": 0.75, "mean_searches": 1.0}
     expected["format_adherence"] = 4 / 8  # of steps, not of episodes
     expected["combined"] = (0.82 + 0.32) / 2
     assert values == pytest.approx(expected)
-    assert found["n"] == 3
-    assert found["judge_accuracy"]["value"] == 0.5  # a verdict that is missing is left out, not wrong
+    assert means["n"] == 3
+    assert means["judge_accuracy"]["value"] == 0.5  # a verdict that is missing is left out, not wrong
     for name in METRICS:
-        assert found[name]["low"] <= found[name]["value"] <= found[name]["high"]
+        assert means[name]["low"] <= means[name]["value"] <= means[name]["high"]
 
 
 def test_what_nobody_knows_has_no_score():
-    found = scores([mark(em=1), mark()])
-    assert found["retrieval_recall"] == found["combined"] == {"value": None, "low": None, "high": None}
-    assert "judge_accuracy" not in found
+    means = scores([mark(em=1), mark()])
+    assert means["retrieval_recall"] == means["combined"] == {"value": None, "low": None, "high": None}
+    assert "judge_accuracy" not in means
 
 
 def test_intervals_of_a_share():
     # Of 400 questions half are right: the standard error is 0.025, so the interval is about 0.45 to 0.55.
-    found = scores([mark(em=i % 2) for i in range(400)])["em"]
-    assert found["value"] == 0.5
-    assert found["low"] == pytest.approx(0.451, abs=0.008) and found["high"] == pytest.approx(0.549, abs=0.008)
+    entry = scores([mark(em=i % 2) for i in range(400)])["em"]
+    assert entry["value"] == 0.5
+    assert entry["low"] == pytest.approx(0.451, abs=0.008) and entry["high"] == pytest.approx(0.549, abs=0.008)
 
 
 def test_intervals_are_repeatable_and_one_question_has_none():
@@ -125,21 +125,21 @@ def test_scores_by_group():
 
 
 def test_means_are_over_the_questions_for_which_they_are_known():
-    found = scores([mark(sp_f1=0.5, bleu=0.25), mark(bleu=0.75), mark()])
-    assert found["sp_f1"]["value"] == 0.5 and found["bleu"]["value"] == 0.5
-    assert found.keys() == {"n", *METRICS, FULL_RECALL_EM, "sp_f1", "bleu"}
+    means = scores([mark(sp_f1=0.5, bleu=0.25), mark(bleu=0.75), mark()])
+    assert means["sp_f1"]["value"] == 0.5 and means["bleu"]["value"] == 0.5
+    assert means.keys() == {"n", *METRICS, FULL_RECALL_EM, "sp_f1", "bleu"}
 
 
 def test_exact_match_of_the_episodes_that_found_every_gold_paragraph():
     """Of reading alone: an answer to what was not found, or to a question without gold paragraphs, does not count."""
-    found = [mark(em=1, recall=1.0), mark(em=0, recall=1.0), mark(em=1, recall=1.0)]
-    others = [mark(em=0, recall=0.5), mark(em=1, recall=0.0), mark(em=0, recall=None)]
-    whole = scores(found + others)
-    assert whole["em"]["value"] == 1 / 2
-    entry = whole[FULL_RECALL_EM]
+    with_gold = [mark(em=1, recall=1.0), mark(em=0, recall=1.0), mark(em=1, recall=1.0)]
+    without_gold = [mark(em=0, recall=0.5), mark(em=1, recall=0.0), mark(em=0, recall=None)]
+    means = scores(with_gold + without_gold)
+    assert means["em"]["value"] == 1 / 2
+    entry = means[FULL_RECALL_EM]
     assert entry["value"] == pytest.approx(2 / 3) and entry["n"] == 3
     assert entry["low"] == 0.0 and entry["high"] == 1.0  # few resamples have less than all of the three right
-    assert scores(others)[FULL_RECALL_EM] is None
+    assert scores(without_gold)[FULL_RECALL_EM] is None
     by_hops = scores_by(lambda m: m.hops, [mark(em=1, recall=1.0), mark(recall=0.5, hops=3)])
     assert by_hops["2"][FULL_RECALL_EM]["n"] == 1 and by_hops["3"][FULL_RECALL_EM] is None
 
@@ -153,12 +153,12 @@ def test_the_interval_of_exact_match_with_full_recall_is_wider_than_that_of_all(
 
 def test_a_question_whose_retriever_failed_counts_in_no_score():
     """Two of three are right; the fourth, at which the retriever failed, is neither right nor wrong."""
-    known = [mark(em=1, f1=1, recall=1.0), mark(em=1, f1=1, recall=0.0, type="a"), mark(bleu=0.5)]
+    valid = [mark(em=1, f1=1, recall=1.0), mark(em=1, f1=1, recall=0.0, type="a"), mark(bleu=0.5)]
     lost = replace(mark(recall=0.0, bleu=0.0, type="b", hops=4), failure="timed out")
-    found = scores([*known, lost])
-    assert found == scores(known)
-    assert (found["n"], found["em"]["value"], found["retrieval_recall"]["value"]) == (3, pytest.approx(2 / 3), 0.5)
-    assert list(scores_by(lambda m: m.type, [*known, lost])) == ["a"]
+    means = scores([*valid, lost])
+    assert means == scores(valid)
+    assert (means["n"], means["em"]["value"], means["retrieval_recall"]["value"]) == (3, pytest.approx(2 / 3), 0.5)
+    assert list(scores_by(lambda m: m.type, [*valid, lost])) == ["a"]
     with raises(R3LiteError, "retriever-failed", "timed out"):
         scores([lost])
 
@@ -175,5 +175,5 @@ def test_all_counts_of_a_summary_are_of_the_same_questions():
     question = Question("1", "q", ("x",))
     lost = Episode(question, [Step(faults=("no_query",))], MALFORMED, failure="timed out")
     episodes = [Episode(question, [Step(answer="x")], ANSWERED), lost]
-    found = summary(episodes, [Marks.of(episode) for episode in episodes], seed=0)
-    assert (found["n"], found["finish"], found["faults"], found["retrieval_failures"]) == (1, {"answered": 1}, {}, 1)
+    stats = summary(episodes, [Marks.of(episode) for episode in episodes], seed=0)
+    assert (stats["n"], stats["finish"], stats["faults"], stats["retrieval_failures"]) == (1, {"answered": 1}, {}, 1)

@@ -19,8 +19,8 @@ GOLD = {("Neighbours", 1), ("Kate Ramsay", 0)}
     ],
 )
 def test_sentences_by_hand(predicted, em, precision, recall, f1):
-    found, overlap = facts_match(predicted, GOLD)
-    assert (found, overlap.precision, overlap.recall, overlap.f1) == pytest.approx((em, precision, recall, f1))
+    exact_match, overlap = facts_match(predicted, GOLD)
+    assert (exact_match, overlap.precision, overlap.recall, overlap.f1) == pytest.approx((em, precision, recall, f1))
 
 
 def test_joint_by_hand():
@@ -36,17 +36,18 @@ def hotpot_metrics(prediction, answer, predicted_facts, gold_facts):
     """The joint EM and F1 of one question, worked out once more from counts, as the paper's section 5.2 says."""
     verdicts = {"yes", "no", "noanswer"}
     ours, theirs = prediction.lower().split(), answer.lower().split()
-    rest, same = list(theirs), 0
+    unmatched = list(theirs)
+    shared = 0
     for word in ours:
-        if word in rest:
-            rest.remove(word)
-            same += 1
+        if word in unmatched:
+            unmatched.remove(word)
+            shared += 1
     if ours != theirs and {" ".join(ours), " ".join(theirs)} & verdicts:
-        same = 0
+        shared = 0
     tp = sum(fact in gold_facts for fact in set(predicted_facts))
     fp, fn = len(set(predicted_facts)) - tp, sum(fact not in predicted_facts for fact in set(gold_facts))
-    p = (same / len(ours)) * (tp / (tp + fp)) if same and tp else 0
-    r = (same / len(theirs)) * (tp / (tp + fn)) if same and tp else 0
+    p = (shared / len(ours)) * (tp / (tp + fp)) if shared and tp else 0
+    r = (shared / len(theirs)) * (tp / (tp + fn)) if shared and tp else 0
     return float(ours == theirs and fp + fn == 0), 2 * p * r / (p + r) if p + r else 0.0
 
 
@@ -67,7 +68,7 @@ def episode(gold_by, *documents):
 
 
 def test_retrieved_paragraphs_are_facts_each_once():
-    found, gold = retrieved_facts(
+    retrieved, gold = retrieved_facts(
         episode(
             "title",
             Document("9", "brenn", "A film"),  # cut, and written differently
@@ -76,12 +77,12 @@ def test_retrieved_paragraphs_are_facts_each_once():
             Document("7", "OSLO", "Another window of it."),
         )
     )
-    assert found == {0, "oslo"} and gold == {0, 1}
-    assert facts_match(found, gold) == (0.0, Overlap(0.5, 0.5))
+    assert retrieved == {0, "oslo"} and gold == {0, 1}
+    assert facts_match(retrieved, gold) == (0.0, Overlap(0.5, 0.5))
 
 
 def test_where_one_title_has_many_paragraphs_they_are_told_apart_by_id():
-    found, gold = retrieved_facts(
+    retrieved, gold = retrieved_facts(
         episode("text", Document("1", "Brenn", "A film by Ann Dahl."), Document("5", "Ann Dahl", "She sang."))
     )
-    assert found == {0, "5"} and gold == {0, 1}
+    assert retrieved == {0, "5"} and gold == {0, 1}

@@ -21,8 +21,8 @@ def made_pairs(number, seed=0):
     pairs = list(ODD)
     while len(pairs) < number:
         text = [draw.choice(WORDS) for _ in range(draw.randint(1, 30))]
-        other = [w if draw.random() < 0.7 else draw.choice(WORDS) for w in text if draw.random() < 0.9]
-        pairs.append(tuple(" ".join(words).replace("~", "\n") for words in (text, other)))
+        variant = [w if draw.random() < 0.7 else draw.choice(WORDS) for w in text if draw.random() < 0.9]
+        pairs.append(tuple(" ".join(words).replace("~", "\n") for words in (text, variant)))
     return pairs
 
 
@@ -60,8 +60,8 @@ def test_sentence_bleu_equals_sacrebleu(pairs):
 
 def test_corpus_bleu_equals_sacrebleu(pairs):
     sacrebleu = pytest.importorskip("sacrebleu", reason="extra test")
-    for chosen in (pairs, pairs[:8], pairs[8:12], pairs[50:51]):
-        predictions, references = zip(*chosen)
+    for subset in (pairs, pairs[:8], pairs[8:12], pairs[50:51]):
+        predictions, references = zip(*subset)
         theirs = sacrebleu.corpus_bleu(list(predictions), [list(references)]).score / 100
         assert corpus_bleu(predictions, [[r] for r in references]) == pytest.approx(theirs, abs=1e-6)
 
@@ -87,8 +87,8 @@ def test_bert_score_equals_the_package_with_our_encoder(source, request, minilm)
 
 def test_rouge_l_by_hand():
     # police kill the gunman / police killed the gunman: 3 of 4 in order. With the words turned round only 2 are.
-    found = rouge_l("police kill the gunman", "police killed the gunman")
-    assert (found.precision, found.recall, found.f1) == (0.75, 0.75, 0.75)
+    overlap = rouge_l("police kill the gunman", "police killed the gunman")
+    assert (overlap.precision, overlap.recall, overlap.f1) == (0.75, 0.75, 0.75)
     assert rouge_l("the gunman kill police", "police killed the gunman").f1 == 0.5
     assert rouge_l("Oslo", "Oslo, Norway").recall == 0.5 and rouge_l("東京", "東京").f1 == 0.0
 
@@ -105,10 +105,10 @@ def test_bleu_by_hand():
 
 def test_bert_score_by_hand():
     x, y, mark = [1.0, 0.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 1.0]  # lengths do not matter
-    found = bert_score(np.array([mark, x, y, mark]), np.array([mark, x, mark]))
+    overlap = bert_score(np.array([mark, x, y, mark]), np.array([mark, x, mark]))
     assert bert_score(np.array([mark, [-1.0, 0.0, -0.1], mark]), np.array([mark, x, mark])).f1 == 0.0  # not negative
     # x finds x; y finds nothing like it: (1 + 0) / 2. The one token of the reference finds itself.
-    assert (found.precision, found.recall, found.f1) == pytest.approx((0.5, 1.0, 2 / 3))
+    assert (overlap.precision, overlap.recall, overlap.f1) == pytest.approx((0.5, 1.0, 2 / 3))
     turned = bert_score(np.array([mark, x, mark]), np.array([mark, x, y, mark]))
     assert (turned.precision, turned.recall) == pytest.approx((1.0, 0.5))
     assert bert_score(np.array([mark, mark]), np.array([mark, x, mark])).f1 == 0.0

@@ -40,14 +40,14 @@ def test_the_command_of_the_card_asks_with_the_prompts_of_the_training(tmp_path)
     tags = ProtocolSettings(format="tags", worked_example=False, tags="lenient", search_graph=True)
     flags = "--index INDEX --format tags --search-graph --tags lenient"
     assert use_of("bf16", False, True, tags)[1] == f"{ask} tiny --adapter FOLDER {flags}"
-    own = tmp_path / "my prompt.txt"
-    own.write_text("Answer: {question}", encoding="utf-8")
-    text, command = use_of("bf16", True, True, ProtocolSettings(init_prompt=str(own), worked_example=False))
+    prompt_file = tmp_path / "my prompt.txt"
+    prompt_file.write_text("Answer: {question}", encoding="utf-8")
+    text, command = use_of("bf16", True, True, ProtocolSettings(init_prompt=str(prompt_file), worked_example=False))
     assert command == f"{ask} FOLDER --index INDEX --init-prompt 'my prompt.txt' --no-worked-example"
     assert str(tmp_path) not in text
-    shown = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt")
-    given = f"{ask} FOLDER --index INDEX --steps on --init-prompt prompts/tiny/init_prompt.txt"
-    assert use_of("bf16", True, False, shown)[1] == given
+    shipped_prompt = ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt")
+    expected = f"{ask} FOLDER --index INDEX --steps on --init-prompt prompts/tiny/init_prompt.txt"
+    assert use_of("bf16", True, False, shipped_prompt)[1] == expected
 
 
 @pytest.mark.parametrize("merged", [True, False])

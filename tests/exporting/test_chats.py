@@ -107,8 +107,8 @@ def test_a_gguf_file_has_the_tokens_that_the_config_has_as_objects(base, exporte
     status, output = exported(base(bos_token=token("<|im_start|>")), "gguf")
     assert status == 0
     fields = {name: field.contents() for name, field in gguf.GGUFReader(output / "model.gguf").fields.items()}
-    found = [fields[f"tokenizer.ggml.{kind}_token_id"] for kind in ("eos", "padding", "bos")]
-    assert found == [1023, 1021, 1022]
+    token_ids = [fields[f"tokenizer.ggml.{kind}_token_id"] for kind in ("eos", "padding", "bos")]
+    assert token_ids == [1023, 1021, 1022]
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -208,8 +208,8 @@ def test_an_export_names_the_class_that_follows_its_file(base):
     config = json.loads(path.read_text(encoding="utf-8")) | {"model_type": "qwen3"}
     path.write_text(json.dumps(config), encoding="utf-8")
     tokenizer = Tokenizer.load(folder)
-    written = chats.changes(folder, tokenizer)["tokenizer_config.json"]
-    assert tokenizer.other_class == "Qwen2Tokenizer" and written["tokenizer_class"] == "PreTrainedTokenizerFast"
+    changes = chats.changes(folder, tokenizer)["tokenizer_config.json"]
+    assert tokenizer.other_class == "Qwen2Tokenizer" and changes["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert (
         "tokenizer_class"
         not in chats.changes(resolve_folder("tiny"), Tokenizer.load(resolve_folder("tiny")))["tokenizer_config.json"]
@@ -225,7 +225,7 @@ def test_format_and_prompts_are_those_of_the_run_unless_others_are_asked_for(bas
     capsys.readouterr()
     status, output = exported(folder, "adapter", "--adapter", run, "--system-prompt", "Search once.", preset=())
     assert status == 0 and "Search once." in (output / "README.md").read_text(encoding="utf-8")
-    assert "was trained on" in (said := capsys.readouterr().err) and "--system-prompt Search twice." in said
+    assert "was trained on" in (stderr := capsys.readouterr().err) and "--system-prompt Search twice." in stderr
 
 
 @pytest.mark.parametrize("form", ["folder", "gguf"])
@@ -236,32 +236,32 @@ def test_an_export_with_another_prompt_is_refused_and_removed(base, exported, mo
 
         monkeypatch.setattr(gguf, "trained_template", chats.trained_template)
     status, output = exported(base(), form)
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert (
         status == 1
         and not output.exists()
-        and "other programs would build the prompt" in said
-        and "You are kind." in said
+        and "other programs would build the prompt" in stderr
+        and "You are kind." in stderr
     )
 
 
 def test_a_modelfile_with_another_prompt_is_refused(base):
     folder = base()
     protocol = build_protocol(ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt"))
-    written = chats.modelfile("model.gguf", protocol, Tokenizer.load(folder))
+    modelfile = chats.modelfile("model.gguf", protocol, Tokenizer.load(folder))
     definition = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    chats.check("Modelfile", definition, chats.filled(written, chats.QUESTION), prompt(folder))
+    chats.check("Modelfile", definition, chats.filled(modelfile, chats.QUESTION), prompt(folder))
     with raises(R3LiteError, "prompt-differs", "Modelfile"):
-        chats.check("Modelfile", definition, chats.filled(written, "Why?"), prompt(folder))
+        chats.check("Modelfile", definition, chats.filled(modelfile, "Why?"), prompt(folder))
 
 
 def test_a_modelfile_keeps_what_go_and_ollama_would_read_as_markup(base):
     folder = base()
     text = 'Say {{ .Prompt }} and """ and }} and "".'
     protocol = build_protocol(ProtocolSettings(init_prompt="prompts/tiny/init_prompt.txt", system_prompt=text))
-    written = chats.modelfile("model.gguf", protocol, Tokenizer.load(folder))
-    assert written.count('"""') == 2 and '{{ "{{" }} .Prompt }}' in written
-    assert text in chats.filled(written, "Who?")
+    modelfile = chats.modelfile("model.gguf", protocol, Tokenizer.load(folder))
+    assert modelfile.count('"""') == 2 and '{{ "{{" }} .Prompt }}' in modelfile
+    assert text in chats.filled(modelfile, "Who?")
 
 
 def test_a_base_without_an_adapter_is_exported(exported, capsys):

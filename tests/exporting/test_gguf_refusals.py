@@ -15,10 +15,10 @@ TINY = ["--preset", "tiny", "--model", "tiny"]
 def test_without_its_package_gguf_is_refused_by_the_name_of_the_extra(tmp_path, monkeypatch, capsys):
     real = builtins.__import__
 
-    def without(name, *rest, **more):
+    def without(name, *arguments, **options):
         if name == "gguf":
             raise ImportError(name)
-        return real(name, *rest, **more)
+        return real(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", without)
     flags = [*TINY, "--form", "gguf", "--output", str(tmp_path / "x")]

@@ -59,11 +59,11 @@ class Handler(BaseHTTPRequestHandler):
         if hub.refuses:
             return self.answer({"error": "Forbidden"}, 403)
         if path == "/api/repos/create":
-            asked = json.loads(body)
-            name = f"{asked['organization']}/{asked['name']}"
+            request = json.loads(body)
+            name = f"{request['organization']}/{request['name']}"
             if name in hub.private:
                 return self.answer({"error": "exists", "url": f"{hub.url}/{name}"}, 409)
-            hub.private[name] = asked.get("private") or asked.get("visibility") == "private"
+            hub.private[name] = request.get("private") or request.get("visibility") == "private"
             self.answer({"url": f"{hub.url}/{name}", "id": name})
         elif path == "/api/validate-yaml":
             self.answer({"errors": [], "warnings": []})
@@ -107,15 +107,15 @@ def hub():
 @pytest.fixture
 def folder(tmp_path):
     """What an export leaves, and files that are none of it."""
-    made = tmp_path / "out"
-    made.mkdir()
-    (made / "README.md").write_text("---\nlicense: mit\n---\n# A model\n", encoding="utf-8")
-    (made / "config.json").write_text("{}", encoding="utf-8")
-    (made / "model.safetensors").write_bytes(bytes(range(256)) * 40)
-    (made / ".hidden").write_text("no", encoding="utf-8")
-    (made / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "README.md").write_text("---\nlicense: mit\n---\n# A model\n", encoding="utf-8")
+    (output / "config.json").write_text("{}", encoding="utf-8")
+    (output / "model.safetensors").write_bytes(bytes(range(256)) * 40)
+    (output / ".hidden").write_text("no", encoding="utf-8")
+    (output / "link.txt").symlink_to(tmp_path / "elsewhere.txt")
     (tmp_path / "elsewhere.txt").write_text("private", encoding="utf-8")
-    return made
+    return output
 
 
 UPLOADED = ["README.md", "config.json", "model.safetensors"]

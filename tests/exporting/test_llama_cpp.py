@@ -51,14 +51,15 @@ def served(path: Path, adapter: Path | None = None):
 @torch.no_grad()
 def greedy(model, ids: list[int], ends: set[int]) -> list[int]:
     cache = KVCache.of(model, 1)
-    context, said = Prefill(cache, [(0, ids)]), []
+    context = Prefill(cache, [(0, ids)])
+    generated = []
     hidden = model(context.tokens, context)
-    while len(said) < TOKENS:
-        said.append(model.logits(hidden[0, -1]).argmax().item())
-        if said[-1] in ends:
+    while len(generated) < TOKENS:
+        generated.append(model.logits(hidden[0, -1]).argmax().item())
+        if generated[-1] in ends:
             break
-        hidden = model(torch.tensor([said[-1:]]), cache.decode(1))
-    return said
+        hidden = model(torch.tensor([generated[-1:]]), cache.decode(1))
+    return generated
 
 
 def check(model, folder: Path, server, texts: list[str]) -> None:

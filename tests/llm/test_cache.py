@@ -5,11 +5,12 @@ import pytest
 from r3lite.core.errors import R3LiteError
 from r3lite.llm.client import Request
 from tests.errors import raises
+from tests.fake_gemini import text_reply
 from tests.marks import ASK, MARK, ask, read_mark
 
 
-def test_a_second_run_is_served_from_the_cache(gemini, client, said, tmp_path):
-    gemini.script = [said('{"mark": 0.25}')]
+def test_a_second_run_is_served_from_the_cache(gemini, client, tmp_path):
+    gemini.script = [text_reply('{"mark": 0.25}')]
     client(tmp_path).generate(ASK)
     second = client(tmp_path)
     reply = second.generate(ASK)
@@ -18,22 +19,22 @@ def test_a_second_run_is_served_from_the_cache(gemini, client, said, tmp_path):
     assert second.counts()["cache_hits"] == 1 and second.counts()["calls"] == 0 and second.counts()["cost"] == 0
 
 
-def test_what_changes_a_reply_misses_the_cache(gemini, client, said, tmp_path):
-    other = MARK | {"title": "Other"}
-    gemini.script = [said('{"mark": 1}')]
-    asked = client(tmp_path)
-    requests = [ASK, ask("How bad?"), Request("How good?", schema=other, read=read_mark), Request("How good?")]
+def test_what_changes_a_reply_misses_the_cache(gemini, client, tmp_path):
+    other_schema = MARK | {"title": "Other"}
+    gemini.script = [text_reply('{"mark": 1}')]
+    llm = client(tmp_path)
+    requests = [ASK, ask("How bad?"), Request("How good?", schema=other_schema, read=read_mark), Request("How good?")]
     changes = ({"earlier": ("Hello.", "Hello!")}, {"nonce": "2"}, {"system": "s"})
     requests += [ask("How good?", **change) for change in changes]
     for request in requests:
-        asked.generate(request)
+        llm.generate(request)
     client(tmp_path, judge_model="gemini-x").generate(ASK)
     client(tmp_path, judge_temperature=0.0).generate(ASK)
     assert len(gemini.requests) == len(requests) + 2
 
 
-def test_failures_are_not_cached(gemini, client, said, tmp_path):
-    gemini.script = [said("oops")]
+def test_failures_are_not_cached(gemini, client, tmp_path):
+    gemini.script = [text_reply("oops")]
     assert client(tmp_path).generate(ASK).failure == "malformed"
     assert list(tmp_path.iterdir()) == []
 
@@ -52,8 +53,8 @@ def test_failures_are_not_cached(gemini, client, said, tmp_path):
         None,  # a folder
     ],
 )
-def test_a_damaged_file_is_no_reply_and_is_named(gemini, client, said, tmp_path, capsys, content):
-    gemini.script = [said('{"mark": 1}')]
+def test_a_damaged_file_is_no_reply_and_is_named(gemini, client, tmp_path, capsys, content):
+    gemini.script = [text_reply('{"mark": 1}')]
     client(tmp_path).generate(ASK)
     (file,) = tmp_path.iterdir()
     if content is None:
@@ -66,8 +67,8 @@ def test_a_damaged_file_is_no_reply_and_is_named(gemini, client, said, tmp_path,
         assert client(tmp_path).generate(ASK).value.mark == 1
         assert client(tmp_path).generate(ASK).cached  # it was written anew
     assert len(gemini.requests) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and file.name in told
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1 and file.name in stderr
 
 
 @pytest.mark.parametrize("name", ["file", "file/below"])

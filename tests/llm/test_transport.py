@@ -15,29 +15,30 @@ from r3lite.llm.client import Client, Request
 from r3lite.llm.http_client import Link, Unanswered
 from r3lite.settings import JudgeSettings
 from tests.errors import raises
+from tests.fake_gemini import error_reply, text_reply
 from tests.marks import ASK
 from tests.scripted_server import Scripted
 
 
 @pytest.mark.parametrize("part", ["headers", "body"])
-def test_a_server_that_drips_is_given_up_after_the_time_of_a_call(gemini, client, said, part):
+def test_a_server_that_drips_is_given_up_after_the_time_of_a_call(gemini, client, part):
     """Each byte came within the time of a read, so that the call never ended."""
-    gemini.script = [said('{"mark": 1}', drip=part)]
+    gemini.script = [text_reply('{"mark": 1}', drip=part)]
     start = time.monotonic()
     assert client(judge_timeout=0.5, judge_retries=0).generate(ASK).failure == "timeout"
     assert time.monotonic() - start < 5
     wait_until(lambda: gemini.given_up == 1)  # the connection is closed
 
 
-def test_a_body_without_end_is_given_up(gemini, client, said):
-    gemini.script = [said('{"mark": 1}', endless=True)]
+def test_a_body_without_end_is_given_up(gemini, client):
+    gemini.script = [text_reply('{"mark": 1}', endless=True)]
     assert client().generate(ASK).failure == "too_large"
     wait_until(lambda: gemini.given_up == 1)
     assert gemini.sent < 32 << 20  # more than the 4 MiB read: sockets hold some
 
 
-def test_a_compressed_body_is_not_unpacked(gemini, client, said):
-    answer = said("", headers={"content-encoding": "gzip"})
+def test_a_compressed_body_is_not_unpacked(gemini, client):
+    answer = text_reply("", headers={"content-encoding": "gzip"})
     gemini.script = [answer]
     reply = client(judge_retries=0).generate(ASK)
     assert reply.failure == "connection" and "compressed" in reply.detail
@@ -64,29 +65,29 @@ def test_a_reply_is_not_unpacked_by_its_charset(running):
     assert len(link.text()) <= len(packed)
 
 
-def test_a_redirect_does_not_send_the_key_elsewhere(gemini, client, said):
-    gemini.script = [said("", status=307, headers={"location": "/elsewhere"})]
+def test_a_redirect_does_not_send_the_key_elsewhere(gemini, client):
+    gemini.script = [text_reply("", status=307, headers={"location": "/elsewhere"})]
     assert client().generate(ASK).failure == "refused"
     assert len(gemini.requests) == 1
 
 
-def test_threads_that_wait_give_up_when_the_run_stops(gemini, said, failed):
-    answers = {"backoff": failed(503, headers={"Retry-After": "100"}), "drip": said("x", drip="body")}
-    gemini.script = lambda body: answers.get(body["contents"][0]["parts"][0]["text"], failed(400))
-    asked = Client(JudgeSettings(judge="gemini", judge_base_url=gemini.url))
+def test_threads_that_wait_give_up_when_the_run_stops(gemini):
+    answers = {"backoff": error_reply(503, headers={"Retry-After": "100"}), "drip": text_reply("x", drip="body")}
+    gemini.script = lambda body: answers.get(body["contents"][0]["parts"][0]["text"], error_reply(400))
+    client = Client(JudgeSettings(judge="gemini", judge_base_url=gemini.url))
 
     def interrupt(reply):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        asked.generate_all([Request("backoff"), Request("drip"), Request("quick")], on_reply=interrupt)
+        client.generate_all([Request("backoff"), Request("drip"), Request("quick")], on_reply=interrupt)
     wait_until(lambda: not any(t.name.startswith("ThreadPoolExecutor") for t in threading.enumerate()))
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_wait_for_a_server_that_drips(gemini, said, tmp_path, number, status):
+def test_a_signal_ends_a_wait_for_a_server_that_drips(gemini, tmp_path, number, status):
     """The process waited on for its threads, each in a read that never came to an end."""
-    gemini.script = [said("x", drip="headers")]
+    gemini.script = [text_reply("x", drip="headers")]
     (tmp_path / "data.jsonl").write_text('{"id": "1", "question": "Who?", "answer": "Ada"}\n')
     flags = ["--source", "teacher", "--data", "data.jsonl", "--retriever", "none", "--output", "out.jsonl"]
     command = [sys.executable, "-m", "r3lite.collect", *flags, "--judge-base-url", gemini.url]
@@ -98,10 +99,10 @@ def test_a_signal_ends_a_wait_for_a_server_that_drips(gemini, said, tmp_path, nu
         wait_until(lambda: gemini.requests, 60)
         process.send_signal(number)
         start = time.monotonic()
-        _, told = process.communicate(timeout=20)
+        _, stderr = process.communicate(timeout=20)
     finally:
         process.kill()
-    assert process.returncode == status and "Traceback" not in told
+    assert process.returncode == status and "Traceback" not in stderr
     assert time.monotonic() - start < 10
 
 
@@ -126,18 +127,18 @@ except R3LiteError as error:
 
 
 @pytest.mark.parametrize(
-    ("without", "told"),
+    ("without", "message"),
     [("httpx", "malformed httpx2"), ("httpx2", "malformed httpx"), ("httpx,httpx2", "pip install httpx2")],
 )
-def test_either_http_client_does_and_training_imports_without_any(gemini, said, without, told):
+def test_either_http_client_does_and_training_imports_without_any(gemini, without, message):
     """google-genai and huggingface_hub bring one; with other versions of these, RL could not be imported."""
-    if told.startswith("malformed"):
-        pytest.importorskip(told.split()[1])
-    gemini.script = [said("", status=200)]
+    if message.startswith("malformed"):
+        pytest.importorskip(message.split()[1])
+    gemini.script = [text_reply("", status=200)]
     gemini.script[0].body = b"no JSON"
     command = [sys.executable, "-c", BLOCKED, without, gemini.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert told in done.stdout, done.stderr
+    assert message in done.stdout, done.stderr
 
 
 def wait_until(condition, seconds=10):

@@ -46,24 +46,26 @@ GRID = [int(g * (1 << 30)) for g in (0.6, 1, 1.3, 1.6, 2, 2.5, 3, 4, 6, 8, 12, 2
 @pytest.mark.parametrize("algorithm", WORKLOADS)
 @pytest.mark.parametrize("size", ["0.5b", "1.5b", "3b"])
 def test_what_is_chosen_fits_and_more_memory_never_makes_it_slower(size, algorithm, on_cuda):
-    w, before, fitted = qwen(size, **WORKLOADS[algorithm], on_cuda=on_cuda), None, 0
+    w = qwen(size, **WORKLOADS[algorithm], on_cuda=on_cuda)
+    previous = None
+    fitted = 0
     for budget in GRID:
         try:
-            chosen = choose(w, {}, budget)
+            memory = choose(w, {}, budget)
         except R3LiteError:
-            assert before is None  # what fits fits in more memory too
+            assert previous is None  # what fits fits in more memory too
             continue
         fitted += 1
-        assert peak(w, chosen) <= budget
-        if chosen.nf4:  # only where nothing else fits
+        assert peak(w, memory) <= budget
+        if memory.nf4:  # only where nothing else fits
             with pytest.raises(R3LiteError):
                 choose(w, {"nf4": False}, budget)
-        if w.trains and before:
-            now = chosen.nf4, chosen.recompute_layers
-            assert now <= (before.nf4, before.recompute_layers)
-        before = chosen
+        if w.trains and previous:
+            slowdowns = memory.nf4, memory.recompute_layers
+            assert slowdowns <= (previous.nf4, previous.recompute_layers)
+        previous = memory
     assert fitted >= 6
-    assert not before.nf4 and (before.recompute_layers == 0 or not w.trains)
+    assert not previous.nf4 and (previous.recompute_layers == 0 or not w.trains)
 
 
 @pytest.mark.parametrize(
@@ -80,15 +82,16 @@ def test_what_is_chosen_fits_and_more_memory_never_makes_it_slower(size, algorit
 )
 @pytest.mark.parametrize("algorithm", ["sft", "ppo"])
 def test_what_was_given_is_never_overruled(algorithm, fixed):
-    w, fitted = qwen("0.5b", **WORKLOADS[algorithm], on_cuda=True), 0
+    w = qwen("0.5b", **WORKLOADS[algorithm], on_cuda=True)
+    fitted = 0
     for budget in GRID:
         try:
-            chosen = choose(w, fixed, budget)
+            memory = choose(w, fixed, budget)
         except R3LiteError:
             continue
         fitted += 1
-        assert {name: getattr(chosen, name) for name in fixed} == fixed
-        assert peak(w, chosen) <= budget
+        assert {name: getattr(memory, name) for name in fixed} == fixed
+        assert peak(w, memory) <= budget
     assert fitted
 
 
@@ -130,10 +133,10 @@ def test_what_cannot_fit_is_refused_with_remedies_that_work(size, algorithm, fix
         choose(w, fixed, budget, list(QWEN25.items()))
     remedy, _, elsewhere = error.value.remedy.partition(". ")
     assert elsewhere == "More processes do not help: each needs as much."
-    told = remedy.removeprefix("It would fit with ").split("; or ")
-    assert 1 <= len(told) <= 3
-    assert any(remedy.startswith(flag) for remedy in told)
-    for remedy in told:
+    remedies = remedy.removeprefix("It would fit with ").split("; or ")
+    assert 1 <= len(remedies) <= 3
+    assert any(remedy.startswith(flag) for remedy in remedies)
+    for remedy in remedies:
         changed = applied(remedy, w, fixed, budget)
         assert peak(changed[0], choose(*changed)) <= changed[2]
 
@@ -179,8 +182,8 @@ def test_streaming_is_named_where_a_base_would_fit_with_it():
 def test_full_fine_tuning_recomputes_dense_layers_whatever_a_preset_has(gib):
     """The preset tiny, of no recomputed layers, made `sft --no-lora` fail, and NF4 weights cannot change."""
     w = replace(qwen("0.5b", **WORKLOADS["sft"]), full_tuning=True, lora_r=0)
-    chosen = choose(w, {"recompute_layers": 0, "nf4": True}, int(gib * (1 << 30)))
-    assert (chosen.nf4, chosen.recompute_layers) == (False, w.model.num_hidden_layers)
+    memory = choose(w, {"recompute_layers": 0, "nf4": True}, int(gib * (1 << 30)))
+    assert (memory.nf4, memory.recompute_layers) == (False, w.model.num_hidden_layers)
 
 
 def test_lora_as_a_remedy_is_counted_with_its_adapters(monkeypatch):

@@ -76,8 +76,8 @@ def test_a_round_is_made_of_steps_of_decoding_passes_and_optimizer_steps():
     assert duration.score(ROUND, memory).operations == expected
     assert duration.count_packs(ROUND, memory, 8, 8).tokens == tokens
     assert duration.count_packs(ROUND, replace(memory, micro_batch_tokens=256 + 2 * 512), 8, 8).passes == 4
-    for twice in (replace(ROUND, epochs=2), replace(ROUND, episodes=16)):
-        assert duration.update(twice, memory) == duration.update(ROUND, memory) * 2
+    for doubled in (replace(ROUND, epochs=2), replace(ROUND, episodes=16)):
+        assert duration.update(doubled, memory) == duration.update(ROUND, memory) * 2
 
 
 def test_nf4_is_counted_by_what_its_products_move_and_launch():
@@ -95,8 +95,8 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
     line = predicted.line()
     assert line.startswith("at most about ") and " for a round (sample " in line and "up to" not in line
     assert "factor of two" not in line  # beside "at most" it contradicted it
-    usual = "Usually several times less: this is for episodes of 768 tokens, the most they may have"
-    assert line.endswith(f" for the run of 5 rounds. {usual}, from this device's speed just now")
+    caveat = "Usually several times less: this is for episodes of 768 tokens, the most they may have"
+    assert line.endswith(f" for the run of 5 rounds. {caveat}, from this device's speed just now")
     step = predict(replace(SFT, speeds=speeds(), mean_tokens=100.0, writes=40.0), memory)
     assert list(step.phases) == ["update"] and step.run_seconds is None
     passed = 1000 // SFT.step_rows
@@ -110,43 +110,43 @@ def test_a_prediction_has_the_phases_of_the_run_or_is_none():
         longest.seconds > 8 * step.seconds
         and "this is for rows of 1,024 tokens, the most they may have, " in longest.line()
     )
-    asked = predict(replace(ROUND, trains=False, speeds=card("GTX 1650")), memory).line()
+    ask_line = predict(replace(ROUND, trains=False, speeds=card("GTX 1650")), memory).line()
     assert (
-        asked.startswith("at most about ")
-        and " for sampling 8 answers. Usually several times less: " in asked
-        and "--max-steps" not in asked
-        and "the run" not in asked
+        ask_line.startswith("at most about ")
+        and " for sampling 8 answers. Usually several times less: " in ask_line
+        and "--max-steps" not in ask_line
+        and "the run" not in ask_line
     )
-    assert asked.endswith("the most they may have, from half the peak speed of the GTX 1650")
+    assert ask_line.endswith("the most they may have, from half the peak speed of the GTX 1650")
     alone = predict(replace(ROUND, trains=False, episodes=1, speeds=card("GTX 1650")), memory).line()
     assert " for sampling an answer. " in alone
 
 
 @pytest.mark.parametrize(
-    ("seconds", "told"),
+    ("seconds", "words"),
     [(0.0123, "12 ms"), (0.99, "990 ms"), (1.9, "1.9 s"), (2.04, "2.0 s"), (119, "119 s"), (121, "2.0 min"),
      (5000, "83 min"), (7300, "2.0 h"), (172_799, "48 h"), (200_000, "2.3 days"), (1e10, "115,741 days")],
 )  # fmt: skip
-def test_times_in_words(seconds, told):
-    assert in_words(seconds) == told
+def test_times_in_words(seconds, words):
+    assert in_words(seconds) == words
 
 
 def test_expanded_episodes_are_sampled_and_learned_from():
     memory = Memory(rollout_batch_size=8, micro_batch_tokens=8192)
-    known = replace(ROUND, speeds=speeds())
-    plain, more = (predict(replace(known, expanded=count), memory).phases for count in (0, 4))
-    assert more["sample"] == plain["sample"] and 0 < more["expand"] <= more["sample"]
+    timed = replace(ROUND, speeds=speeds())
+    plain, expanded = (predict(replace(timed, expanded=count), memory).phases for count in (0, 4))
+    assert expanded["sample"] == plain["sample"] and 0 < expanded["expand"] <= expanded["sample"]
     assert duration.score(replace(ROUND, expanded=4), memory).operations == pytest.approx(
         duration.score(ROUND, memory).operations * 1.5, rel=0.05
     )
-    assert more["update"] > 1.3 * plain["update"]
+    assert expanded["update"] > 1.3 * plain["update"]
 
 
 def test_validations_are_counted_and_refills_are_named():
-    known = replace(ROUND, steps=25, speeds=speeds())
-    plain = predict(known, Memory(rollout_batch_size=8))
+    timed = replace(ROUND, steps=25, speeds=speeds())
+    plain = predict(timed, Memory(rollout_batch_size=8))
     assert plain.validation_seconds == 0 and "validation" not in plain.line() + str(plain.report())
-    validated = predict(replace(known, held_out=16, validate_every=10, refills=3), Memory(rollout_batch_size=8))
+    validated = predict(replace(timed, held_out=16, validate_every=10, refills=3), Memory(rollout_batch_size=8))
     # Twice as many answers as a round has: before the first round, after rounds 10, 20 and 25.
     assert validated.validation_seconds == pytest.approx(2 * plain.phases["sample"], rel=0.01)
     assert validated.validation_count == 4
@@ -155,7 +155,7 @@ def test_validations_are_counted_and_refills_are_named():
     assert f", without up to 3 refills; {in_words(validated.validation_seconds)} for a validation; " in validated.line()
     assert validated.report()["validation"] == round(validated.validation_seconds, 4)
     # With --learn answer, a round samples last turns of 64 tokens only, and a validation whole episodes all the same.
-    answers = replace(known, writes=64, shared=704, contexts=replace(ROUND, episodes=2), held_out=16)
+    answers = replace(timed, writes=64, shared=704, contexts=replace(ROUND, episodes=2), held_out=16)
     learned = predict(answers, Memory(rollout_batch_size=8))
     assert learned.phases["sample"] < plain.phases["sample"] / 4
     assert learned.validation_seconds == pytest.approx(validated.validation_seconds)

@@ -50,26 +50,26 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 @pytest.fixture
 def folder(tmp_path, small_model, write_folder):
     """A model folder large enough that what the formulas leave out weighs little, with the tiny tokenizer."""
-    made = write_folder(small_model(**SIZES), tmp_path / "model")
+    model_folder = write_folder(small_model(**SIZES), tmp_path / "model")
     for name in TOKENIZER:
-        shutil.copy(resolve_folder("tiny") / name, made / name)
-    return made
+        shutil.copy(resolve_folder("tiny") / name, model_folder / name)
+    return model_folder
 
 
 @pytest.fixture
 def plans(monkeypatch):
     """The plans of the runs that were started."""
-    seen = []
-    monkeypatch.setattr(policy, "announce", seen.append)
-    return seen
+    announced = []
+    monkeypatch.setattr(policy, "announce", announced.append)
+    return announced
 
 
-def flags(folder, tmp_path, *more) -> list[str]:
+def flags(folder, tmp_path, *extra_flags) -> list[str]:
     where = ["--model", str(folder), "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "run")]
-    return [*where, "--device", "cpu", "--nf4-cache", "none", "--batch-size", "1", *more]
+    return [*where, "--device", "cpu", "--nf4-cache", "none", "--batch-size", "1", *extra_flags]
 
 
-def sft_peak(folder, tmp_path, tokens: int, *more) -> int:
+def sft_peak(folder, tmp_path, tokens: int, *extra_flags) -> int:
     """Peak of live tensor bytes in two steps: on a short row, which makes the optimizer's moments, then on `tokens`."""
     data = tmp_path / "data.jsonl"
     rows = []
@@ -82,7 +82,7 @@ def sft_peak(folder, tmp_path, tokens: int, *more) -> int:
     data.write_text("".join(rows))
     lengths = ["--max-length", str(tokens), "--validation-rows", "0", "--gradient-accumulation", "1"]
     with LiveTensors() as counter:
-        assert sft.main(flags(folder, tmp_path, *lengths, "--max-steps", "2", *more)) == 0
+        assert sft.main(flags(folder, tmp_path, *lengths, "--max-steps", "2", *extra_flags)) == 0
     return counter.peak
 
 
@@ -154,8 +154,8 @@ def test_sft_of_other_families_takes_what_was_planned(
     changes = {name: value for name, value in family.items() if name in ModelConfig.__dataclass_fields__}
     in_file = {name: value for name, value in family.items() if name not in changes}
     write_folder(small_model(**sizes, **changes), folder, **in_file)
-    given = ["--recompute-layers", str(recomputed), "--dtype", "bf16", "--quantize", "none"]
-    measured = sft_peak(folder, tmp_path, 1024, *given)
+    options = ["--recompute-layers", str(recomputed), "--dtype", "bf16", "--quantize", "none"]
+    measured = sft_peak(folder, tmp_path, 1024, *options)
     assert plans[0].peak == pytest.approx(measured, rel=0.03)
 
 
@@ -174,7 +174,7 @@ def test_what_a_folder_in_nf4_takes_is_planned_without_a_flag(folder, small_mode
     assert plans[0].memory.nf4 and plans[0].peak == pytest.approx(measured, rel=0.03)
     w = plans[0].workload
     model = load_model(base, torch.bfloat16, "cpu")
-    weights = held([*model.parameters(), *model.buffers()])
+    weights = counted_bytes([*model.parameters(), *model.buffers()])
     assert planner.weight_bytes(w, True) == pytest.approx(weights, rel=0.01)
     assert (w.packed.dense_weights, w.packed.fp32_blocks > 0) == (4 * 256 * 1024 * (kind == "mixed"), kind != "own")
 
@@ -209,7 +209,7 @@ def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plan
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "more"),
+    ("algorithm", "extra"),
     [
         ("ppo", ["--dtype", "bf16"]),
         ("grpo", ["--dtype", "fp32", "--recompute-layers", "6", "--loss-chunk", "16", "--rollout-batch-size", "2"]),
@@ -224,7 +224,7 @@ def test_a_budget_is_kept_by_the_run_that_it_was_given_to(folder, tmp_path, plan
     ],
 )
 def test_a_round_of_reinforcement_learning_takes_what_was_planned(
-    folder, tmp_path, plans, monkeypatch, algorithm, more
+    folder, tmp_path, plans, monkeypatch, algorithm, extra
 ):
     """Scoring under the reference was once planned for larger passes than it makes; and where all questions are alike,
     their words were not known to be read once."""
@@ -232,13 +232,13 @@ def test_a_round_of_reinforcement_learning_takes_what_was_planned(
     # A random model chances on a stop string now and then; here every turn is full.
     monkeypatch.setattr(Layout, "turn_is_over", lambda self, s: len(s.turn) >= self.lengths.max_new_tokens)
     sizes = [*question, "--max-new-tokens", "48", "--max-length", "312"]
-    more = [*more, "--num-generations", "4", "--mini-batch-size", "2", "--micro-batch-size", "2", "--max-steps", "1"]
-    more += ["--algorithm", algorithm, "--quantize", "none"]
+    extra = [*extra, "--num-generations", "4", "--mini-batch-size", "2", "--micro-batch-size", "2", "--max-steps", "1"]
+    extra += ["--algorithm", algorithm, "--quantize", "none"]
     if algorithm == "luffy":
         write_jsonl(tmp_path / "traces.jsonl", [{"question": "b", "reasoning": "a a a a", "answer": "x"}])
-        more += ["--traces", str(tmp_path / "traces.jsonl")]
+        extra += ["--traces", str(tmp_path / "traces.jsonl")]
     with LiveTensors() as counter:
-        assert ppo.main(flags(folder, tmp_path, *sizes, *more)) == 0
+        assert ppo.main(flags(folder, tmp_path, *sizes, *extra)) == 0
     if algorithm == "luffy":  # the plan allows for a trace as long as an episode, in the same step; this one is shorter
         assert 0.9 * plans[0].peak <= counter.peak <= 1.04 * plans[0].peak
     else:
@@ -254,10 +254,10 @@ def test_a_round_with_short_convolutions_takes_what_was_planned(
     question = full_question(str(folder), tmp_path, 264)
     monkeypatch.setattr(Layout, "turn_is_over", lambda self, s: len(s.turn) >= self.lengths.max_new_tokens)
     sizes = [*question, "--max-new-tokens", "48", "--max-length", "312", "--num-generations", "4", "--max-steps", "1"]
-    more = ["--mini-batch-size", "2", "--micro-batch-size", "2", "--algorithm", "grpo", "--quantize", "none"]
-    more += ["--rollout-batch-size", "2"]
+    extra_flags = ["--mini-batch-size", "2", "--micro-batch-size", "2", "--algorithm", "grpo", "--quantize", "none"]
+    extra_flags += ["--rollout-batch-size", "2"]
     with LiveTensors() as counter:
-        options = [*sizes, *more, "--dtype", "fp32", "--recompute-layers", str(LAYERS), "--loss-chunk", "16"]
+        options = [*sizes, *extra_flags, "--dtype", "fp32", "--recompute-layers", str(LAYERS), "--loss-chunk", "16"]
         assert ppo.main(flags(folder, tmp_path, *options)) == 0
     assert plans[0].peak == pytest.approx(counter.peak, rel=0.03)
 
@@ -272,35 +272,36 @@ def test_a_teacher_beside_the_policy_takes_what_was_planned(folder, tmp_path, pl
     for quantize in ("nf4", "none"):
         flags_of = ["--output", str(tmp_path / quantize), "--teacher", str(folder), "--teacher-quantize", quantize]
         with LiveTensors() as counter:
-            more = ["--algorithm", "dgpo", "--dtype", "fp32", "--mini-batch-size", "2"]
-            assert ppo.main(flags(student, tmp_path, *sizes, *more, *flags_of)) == 0
-        found = planner.phases(plans[-1].workload, plans[-1].memory)
-        assert max(found, key=lambda name: sum(found[name].values())) == "teach"
+            extra_flags = ["--algorithm", "dgpo", "--dtype", "fp32", "--mini-batch-size", "2"]
+            assert ppo.main(flags(student, tmp_path, *sizes, *extra_flags, *flags_of)) == 0
+        phases = planner.phases(plans[-1].workload, plans[-1].memory)
+        assert max(phases, key=lambda name: sum(phases[name].values())) == "teach"
         # A pass without gradients is planned with a tensor too many, and one in NF4 with more of its constant parts: up
         # to 33 % here, where the model is so small that they weigh something.
         assert counter.peak <= plans[-1].peak <= 1.4 * counter.peak
 
 
 def test_a_teacher_alone_takes_what_was_planned(folder, tmp_path, plans):
-    document = {"id": "d", "title": "t", "text": "where " * 300}
+    document = {"id": "d", "title": "t", "text": "where " * 1360}  # a row of 4,096 tokens, but for a few
     steps = [{"analysis": "a", "query": "q", "documents": [document]}, {"analysis": "b", "answer": "c"}]
     row = {"id": "1", "question": "Where?", "answers": ["there"], "steps": steps}
     (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
-    given = ["--data", str(tmp_path / "data.jsonl"), "--model", str(folder), "--dtype", "bf16", "--device", "cpu"]
+    model_flags = ["--data", str(tmp_path / "data.jsonl"), "--model", str(folder), "--dtype", "bf16", "--device", "cpu"]
     lengths = ["--max-length", "4096", "--max-document-tokens", "4096", "--nf4-cache", "none"]
     for quantize in ("nf4", "none"):
         with LiveTensors() as counter:
             cache = ["--teacher-logprobs", str(tmp_path / quantize), "--quantize", quantize]
-            assert collect.main([*given, *lengths, *cache]) == 0
-        assert counter.peak <= plans[-1].peak
+            assert collect.main([*model_flags, *lengths, *cache]) == 0
+        # Planned with a tensor too many, as in the test above; less lies beside it here.
+        assert counter.peak <= plans[-1].peak <= 1.6 * counter.peak
 
 
 @pytest.mark.slow
 def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_folder, monkeypatch):
     """What a round leaves behind adds up: a laptop's card was full after some hundred."""
-    made = write_folder(small_model(vocab_size=1024, num_hidden_layers=1), tmp_path / "model")
+    model_folder = write_folder(small_model(vocab_size=1024, num_hidden_layers=1), tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(resolve_folder("tiny") / name, made / name)
+        shutil.copy(resolve_folder("tiny") / name, model_folder / name)
     questions = [{"id": str(i), "question": f"Where is {i}?", "answer": "there"} for i in range(2)]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(q) + "\n" for q in questions), encoding="utf-8")
     (tmp_path / "init.txt").write_text("{question}", encoding="utf-8")
@@ -315,15 +316,15 @@ def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_fold
 
     monkeypatch.setattr(rl_round, "episode_records", count)
     sizes = ["--retriever", "none", "--max-hops", "1", "--max-new-tokens", "4", "--max-length", "128"]
-    more = ["--num-generations", "2", "--init-prompt", str(tmp_path / "init.txt"), "--dtype", "fp32"]
+    extra_flags = ["--num-generations", "2", "--init-prompt", str(tmp_path / "init.txt"), "--dtype", "fp32"]
     with counter:
-        options = [*sizes, *more, "--max-steps", "30", "--save-every", "10"]
-        assert ppo.main(flags(made, tmp_path, *options)) == 0
+        options = [*sizes, *extra_flags, "--max-steps", "30", "--save-every", "10"]
+        assert ppo.main(flags(model_folder, tmp_path, *options)) == 0
     assert len(ends) == 30 and ends[2] > 0
     assert ends[-1] <= 1.01 * ends[2]
 
 
-def held(tensors) -> int:
+def counted_bytes(tensors) -> int:
     """Bytes of tensors as they are counted."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(planner.rounded(size) for size in storages.values())
@@ -359,8 +360,8 @@ def test_states_have_the_bytes_that_are_planned(small_model, drafts):
         tensors += [layer.states, layer.values, *(window for window in layer.window if window.numel())]
     keys_and_values = cache.layers[1].block
     w = Workload(model.config, 300, element=4, row_tokens=128, draft_tokens=drafts)
-    growing = held([keys_and_values])
-    assert planner.kv_bytes(w, 4, 100) == pytest.approx(held([*tensors, keys_and_values]) + growing, rel=0.01)
+    growing = counted_bytes([keys_and_values])
+    assert planner.kv_bytes(w, 4, 100) == pytest.approx(counted_bytes([*tensors, keys_and_values]) + growing, rel=0.01)
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "convolutions"])
@@ -370,28 +371,31 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
 ):
     sizes = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 301, "tie_word_embeddings": kind == "tied"}
     if kind == "convolutions":
-        written = write_folder(small_model(**sizes, **switches(5)), tmp_path, **in_file(5))
+        model_folder = write_folder(small_model(**sizes, **switches(5)), tmp_path, **in_file(5))
     else:
-        written = write_folder(small_model(**sizes), tmp_path)
-    model = load_model(written, getattr(torch, dtype), "cpu", quantize=quantize)
+        model_folder = write_folder(small_model(**sizes), tmp_path)
+    model = load_model(model_folder, getattr(torch, dtype), "cpu", quantize=quantize)
     w = Workload(model.config, 301, getattr(torch, dtype).itemsize, 700, lora_r=3, targets=TARGETS[1:], episodes=4)
-    assert held([*model.parameters(), *model.buffers()]) == planner.weight_bytes(w, quantize)
+    assert counted_bytes([*model.parameters(), *model.buffers()]) == planner.weight_bytes(w, quantize)
 
     lora.add_adapter(model, "policy", r=3, alpha=8, targets=TARGETS[1:])
     adapter = list(lora.adapter_parameters(model, "policy").values())
-    assert held(adapter) == planner.adapter_bytes(w)
+    assert counted_bytes(adapter) == planner.adapter_bytes(w)
     onward = replace(w, targets=lora.switch_of(model).configs["policy"].targets)
-    assert held(adapter) == planner.adapter_bytes(onward)  # in_proj of some layers was taken for q_proj of the others
+    # `in_proj` of some layers was taken for `q_proj` of the others.
+    assert counted_bytes(adapter) == planner.adapter_bytes(onward)
     optimizer = torch.optim.AdamW(adapter)
     for p in adapter:
         p.grad = torch.ones_like(p)
     optimizer.step()
     moments = [t for state in optimizer.state.values() for t in state.values()]
-    assert held(moments) == planner.standing(w, Memory(quantize))["optimizer"]
+    assert counted_bytes(moments) == planner.standing(w, Memory(quantize))["optimizer"]
     copies = [t.detach().clone() for t in (*adapter, *moments)]
-    kept = replace(w, keeps_step=True)
-    assert 2 * held(copies) == planner.standing(kept, Memory(quantize))["last updates"]
-    assert "last updates" not in planner.standing(w, Memory()) | planner.standing(replace(kept, on_cuda=True), Memory())
+    with_copies = replace(w, keeps_step=True)
+    assert 2 * counted_bytes(copies) == planner.standing(with_copies, Memory(quantize))["last updates"]
+    assert "last updates" not in planner.standing(w, Memory()) | planner.standing(
+        replace(with_copies, on_cuda=True), Memory()
+    )
 
     with LiveTensors() as counter:
         cache = KVCache.of(model, 4)
@@ -399,7 +403,7 @@ def test_weights_adapters_and_cache_have_the_bytes_that_are_planned(
             cache.reserve(T)
     of_layers = []
     for layer in cache.layers:
-        of_layers.append(held(tensor for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)))
+        of_layers.append(counted_bytes(tensor for tensor in vars(layer).values() if isinstance(tensor, torch.Tensor)))
     assert sum(of_layers) + max(of_layers) == planner.kv_bytes(w, 4, w.row_tokens)
     assert counter.peak <= planner.kv_bytes(w, 4, w.row_tokens)
 
@@ -414,12 +418,12 @@ def test_on_a_card_the_allocator_holds_what_was_planned(folder, tmp_path, plans,
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        allocated_before = torch.cuda.memory_allocated()
         where = ["--device", "cuda", "--output", str(tmp_path / output)]
         assert sft.main([*flags(folder, tmp_path, *options), *where]) == 0
-    measured = torch.cuda.max_memory_allocated() - before
-    kept = THREADS * plans[1].workload.beside.workspace
-    assert plans[1].allocated - kept == pytest.approx(measured, rel=0.05)
+    measured = torch.cuda.max_memory_allocated() - allocated_before
+    workspaces = THREADS * plans[1].workload.beside.workspace
+    assert plans[1].allocated - workspaces == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("untied", [True, False])
@@ -428,8 +432,9 @@ def test_streamed_layers_take_what_was_planned(
     folder, tmp_path, plans, small_model, write_folder, quantize, untied, monkeypatch
 ):
     """Of the device and of the host: both parts of the count are those of the plan."""
-    counters, seen = [], LiveTensors.count
-    monkeypatch.setattr(LiveTensors, "count", lambda self, tree: (seen(self, tree), counters.append(self.host)))
+    counters = []
+    count = LiveTensors.count
+    monkeypatch.setattr(LiveTensors, "count", lambda self, tree: (count(self, tree), counters.append(self.host)))
     write_folder(small_model(**SIZES, tie_word_embeddings=not untied), folder, tie_word_embeddings=not untied)
     measured = sft_peak(folder, tmp_path, 1024, "--dtype", "bf16", "--quantize", quantize, "--stream-layers")
     assert plans[0].memory.stream_layers and plans[0].memory.recompute_layers == LAYERS
@@ -439,11 +444,11 @@ def test_streamed_layers_take_what_was_planned(
 
 def test_what_streaming_does_not_go_with_or_has_no_memory_for_is_refused(folder, tmp_path, capsys, monkeypatch):
     full_rows(str(folder), 64, tmp_path / "data.jsonl")
-    given = flags(folder, tmp_path, "--stream-layers", "--max-length", "64")
-    assert sft.main([*given, "--recompute-layers", "2"]) == 1
+    options = flags(folder, tmp_path, "--stream-layers", "--max-length", "64")
+    assert sft.main([*options, "--recompute-layers", "2"]) == 1
     assert "Pass --recompute-layers none" in capsys.readouterr().err
     monkeypatch.setattr("r3lite.memory.plan.host_memory", lambda: 1 << 20)
-    assert sft.main(given) == 1
+    assert sft.main(options) == 1
     assert "of host memory, but there are 1 MiB" in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from r3lite.core import run_files
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import write_jsonl
 from r3lite.core.grant import Grant, Memory
-from r3lite.memory.shrinking import ShrinkingGrant, plan_of
+from r3lite.memory.shrinking import ShrinkingGrant, memory_plan_of
 from r3lite.models.weights import resolve_folder
 from r3lite.rewards import reward
 from r3lite.rl.batch import Batch
@@ -44,15 +44,15 @@ def toy(tmp_path, small_model, write_folder) -> list[str]:
     return ["--model", str(folder), "--device", "cpu", "--dtype", "fp32", *prompts, "--learning-rate", "1e-2"]
 
 
-def run_sft(toy, output, *more) -> int:
+def run_sft(toy, output, *flags) -> int:
     data = ["--data", str(output.parent / "rows.jsonl"), "--validation-rows", "0", "--output", str(output)]
-    return sft.main([*toy, *data, "--batch-size", "4", "--gradient-accumulation", "1", "--max-steps", "3", *more])
+    return sft.main([*toy, *data, "--batch-size", "4", "--gradient-accumulation", "1", "--max-steps", "3", *flags])
 
 
-def run_rl(toy, output, *more) -> int:
+def run_rl(toy, output, *flags) -> int:
     data = ["--data", str(output.parent / "questions.jsonl"), "--retriever", "none", "--output", str(output)]
     shape = "--batch-size 2 --num-generations 3 --mini-batch-size 3 --micro-batch-size 3 --kl-beta 0.05 --max-steps 2"
-    return ppo.main([*toy, *data, *shape.split(), "--max-new-tokens", "16", "--max-length", "64", *more])
+    return ppo.main([*toy, *data, *shape.split(), "--max-new-tokens", "16", "--max-length", "64", *flags])
 
 
 @pytest.fixture
@@ -72,40 +72,42 @@ def out_of_memory(message: str = "CUDA out of memory. Tried to allocate 2.00 GiB
 
 def small_card(monkeypatch, room: int) -> list[int]:
     """A card on which the loss of more than so many tokens does not fit; notes what was tried."""
-    seen, loss, loss_in_rl = [], supervised.SFTTrainer.loss, Learner.loss
+    pass_tokens = []
+    loss = supervised.SFTTrainer.loss
+    loss_in_rl = Learner.loss
 
     def limited(work):
-        def call(self, part, *more):
+        def call(self, part, *arguments):
             rows = part.token_rows() if isinstance(part, Batch) else [row.tokens for row in part]
-            seen.append(sum(map(len, rows)))
-            if seen[-1] > room:
+            pass_tokens.append(sum(map(len, rows)))
+            if pass_tokens[-1] > room:
                 out_of_memory()
-            return work(self, part, *more)
+            return work(self, part, *arguments)
 
         return call
 
     monkeypatch.setattr(supervised.SFTTrainer, "loss", limited(loss))
     monkeypatch.setattr(Learner, "loss", limited(loss_in_rl))
-    return seen
+    return pass_tokens
 
 
 def weights(output, step: int) -> dict[str, torch.Tensor]:
-    found = checkpoint.read(output / f"checkpoint-{step}").tensors
-    return found["weights"] | {f"optimizer {k}": v for k, v in found["optimizer"].items()}
+    tensors = checkpoint.read(output / f"checkpoint-{step}").tensors
+    return tensors["weights"] | {f"optimizer {k}": v for k, v in tensors["optimizer"].items()}
 
 
-def assert_same(output, other, step: int, rtol: float = 1e-3, atol: float = 1e-4) -> None:
+def assert_same(output, reference, step: int, rtol: float = 1e-3, atol: float = 1e-4) -> None:
     """Weights, moments and metrics are equal up to the order in which gradients were added."""
-    one, two = weights(output, step), weights(other, step)
+    one, two = weights(output, step), weights(reference, step)
     assert one.keys() == two.keys() and any(v.abs().max() > 1e-3 for k, v in one.items() if "lora_B" in k)
     for name, tensor in one.items():
-        torch.testing.assert_close(tensor, two[name], rtol=rtol, atol=atol, msg=lambda told, n=name: f"{n}: {told}")
-    for record, again in zip(
-        metrics.read(output / run_files.METRICS), metrics.read(other / run_files.METRICS), strict=True
+        torch.testing.assert_close(tensor, two[name], rtol=rtol, atol=atol, msg=lambda text, n=name: f"{n}: {text}")
+    for record, reference_record in zip(
+        metrics.read(output / run_files.METRICS), metrics.read(reference / run_files.METRICS), strict=True
     ):
         one, two = (
             {name: value for name, value in metrics.repeatable(each).items() if value is not None}
-            for each in (record, again)
+            for each in (record, reference_record)
         )
         assert one == pytest.approx(two, rel=1e-3, abs=1e-5)
 
@@ -116,11 +118,11 @@ def memory_of(output, step: int) -> dict:
 
 def test_a_step_of_sft_is_repeated_with_smaller_passes(toy, tmp_path, monkeypatch, capsys):
     assert run_sft(toy, tmp_path / "whole") == 0
-    seen = small_card(monkeypatch, room=150)
+    pass_tokens = small_card(monkeypatch, room=150)
     assert run_sft(toy, tmp_path / "small") == 0
-    told = capsys.readouterr().err
-    assert "warning: out of memory; the step is repeated with micro_batch_tokens 8192 -> 4096" in told
-    assert any(tokens > 150 for tokens in seen[:4]) and max(seen[-4:]) <= 150
+    err = capsys.readouterr().err
+    assert "warning: out of memory; the step is repeated with micro_batch_tokens 8192 -> 4096" in err
+    assert any(tokens > 150 for tokens in pass_tokens[:4]) and max(pass_tokens[-4:]) <= 150
     assert_same(tmp_path / "small", tmp_path / "whole", 3)
 
 
@@ -129,21 +131,21 @@ def test_a_round_of_reinforcement_learning_is_repeated_with_smaller_passes(
     toy, tmp_path, monkeypatch, capsys, paid, algorithm
 ):
     assert run_rl(toy, tmp_path / "whole", "--algorithm", algorithm) == 0
-    seen = small_card(monkeypatch, room=70)
+    pass_tokens = small_card(monkeypatch, room=70)
     assert run_rl(toy, tmp_path / "small", "--algorithm", algorithm) == 0
     assert "micro_batch_tokens" in capsys.readouterr().err
-    assert any(tokens > 70 for tokens in seen) and max(seen[-2:]) <= 70
+    assert any(tokens > 70 for tokens in pass_tokens) and max(pass_tokens[-2:]) <= 70
     assert_same(tmp_path / "small", tmp_path / "whole", 2)
-    said = [(tmp_path / run / "episodes.jsonl").read_text() for run in ("small", "whole")]
-    assert said[0] == said[1]
+    episodes = [(tmp_path / run / "episodes.jsonl").read_text() for run in ("small", "whole")]
+    assert episodes[0] == episodes[1]
 
 
 def failing(monkeypatch, owner, name: str, calls: set[int]) -> None:
     """A method that runs out of memory after it has worked, in these of its calls (from 1)."""
     work, count = getattr(owner, name), iter(range(1, 10_000))
 
-    def call(*arguments, **more):
-        result = work(*arguments, **more)
+    def call(*arguments, **options):
+        result = work(*arguments, **options)
         if next(count) in calls:
             out_of_memory()
         return result
@@ -161,8 +163,8 @@ def test_half_made_gradients_are_dropped_and_dropout_drops_the_same_again(toy, t
         monkeypatch, supervised.SFTTrainer, "loss", {3, 6, 16}
     )  # in the first step, in its second try, and in the third
     assert run_sft(toy, tmp_path / "small", *TWO_PASSES) == 0
-    told = capsys.readouterr().err
-    assert "recompute_layers 0 -> 1" in told and "recompute_layers 1 -> 2" in told and "loss_chunk 128 -> 64" in told
+    err = capsys.readouterr().err
+    assert "recompute_layers 0 -> 1" in err and "recompute_layers 1 -> 2" in err and "loss_chunk 128 -> 64" in err
     assert_same(tmp_path / "small", tmp_path / "whole", 3)
     assert run_sft([*toy, "--seed", "1"], tmp_path / "other", *TWO_PASSES) == 0
     with pytest.raises(AssertionError):  # what is compared is sensitive to what dropout drops
@@ -187,10 +189,10 @@ def test_what_was_made_smaller_is_in_the_checkpoint_and_a_resumed_run_goes_on_wi
     assert run_sft(toy, tmp_path / "parts", "--stop-after", "1") == 0
     reduced = memory_of(tmp_path / "parts", 1)
     assert reduced["micro_batch_tokens"] < 8192
-    seen = small_card(monkeypatch, room=150)
+    pass_tokens = small_card(monkeypatch, room=150)
     capsys.readouterr()
     assert run_sft(toy, tmp_path / "parts", "--resume", "auto") == 0
-    assert "out of memory" not in capsys.readouterr().err and max(seen) <= 150
+    assert "out of memory" not in capsys.readouterr().err and max(pass_tokens) <= 150
     assert memory_of(tmp_path / "parts", 3) == reduced == memory_of(tmp_path / "whole", 3)
     one, two = weights(tmp_path / "parts", 3), weights(tmp_path / "whole", 3)
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
@@ -200,17 +202,17 @@ FIXED = ["--recompute-layers", "1", "--loss-chunk", "64", "--mlp-tile", "256", "
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"loss_chunk": 0}, "loss_chunk is 0"),
         ({"mlp_tile": "64"}, "mlp_tile is '64'"),
         ({"nf4": 0}, "nf4 is 0"),
     ],
 )
-def test_figures_of_wrong_types_in_a_checkpoint_are_refused(changed, told):
+def test_figures_of_wrong_types_in_a_checkpoint_are_refused(changed, message):
     """They ended in a TypeError, or in a loop of steps of size 0."""
     grant = ShrinkingGrant(Mock(memory=Memory()), Mock())
-    with pytest.raises(R3LiteError, match=told):
+    with pytest.raises(R3LiteError, match=message):
         grant.load_state_dict(grant.state_dict() | changed)
 
 
@@ -220,9 +222,9 @@ def test_a_grant_that_does_not_shrink_rehearses_too_and_says_that_it_has_no_plan
     with grant.rehearsal():
         assert grant.run_within_memory("update", sum, [1, 2]) == 3
     with pytest.raises(AssertionError, match="run that trains"):
-        plan_of(grant)
+        memory_plan_of(grant)
     plan = Mock(memory=Memory())
-    assert plan_of(ShrinkingGrant(plan, Mock())) is plan
+    assert memory_plan_of(ShrinkingGrant(plan, Mock())) is plan
 
 
 def test_the_heap_is_trimmed_when_another_phase_begins(monkeypatch):
@@ -239,8 +241,8 @@ def test_what_the_user_fixed_stays(toy, tmp_path, monkeypatch, capsys):
     failing(monkeypatch, supervised.SFTTrainer, "loss", {1})
     assert run_sft(toy, tmp_path / "run", *FIXED[:4], "--micro-batch-tokens", "2000") == 0
     assert "is repeated with mlp_tile 1024 -> 512\n" in capsys.readouterr().err
-    kept = memory_of(tmp_path / "run", 3)
-    assert (kept["recompute_layers"], kept["loss_chunk"], kept["micro_batch_tokens"]) == (1, 64, 2000)
+    memory = memory_of(tmp_path / "run", 3)
+    assert (memory["recompute_layers"], memory["loss_chunk"], memory["micro_batch_tokens"]) == (1, 64, 2000)
 
 
 @pytest.mark.parametrize("failed", [1, 3])
@@ -249,12 +251,12 @@ def test_when_nothing_is_left_to_make_smaller_the_step_before_is_saved(toy, tmp_
     with monkeypatch.context() as patch:
         failing(patch, supervised.SFTTrainer, "loss", {failed})
         assert run_sft(toy, tmp_path / "run", *FIXED) == 1
-    told = capsys.readouterr().err
-    assert "r3lite.sft stopped: the device ran out of memory, and no size can be reduced further" in told
-    assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in told
-    assert "Close other programs that use the GPU and continue with --resume auto" in told and "Traceback" not in told
+    err = capsys.readouterr().err
+    assert "r3lite.sft stopped: the device ran out of memory, and no size can be reduced further" in err
+    assert "(CUDA out of memory. Tried to allocate 2.00 GiB.)" in err
+    assert "Close other programs that use the GPU and continue with --resume auto" in err and "Traceback" not in err
     assert list(checkpoint.folders_by_step(tmp_path / "run")) == ([] if failed == 1 else [2])
-    assert ("saved step 2; continue with: python -m r3lite." in told) == (failed == 3)
+    assert ("saved step 2; continue with: python -m r3lite." in err) == (failed == 3)
     assert run_sft(toy, tmp_path / "run", *FIXED, "--resume", "auto") == 0
     one, two = weights(tmp_path / "run", 3), weights(tmp_path / "whole", 3)
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
@@ -264,9 +266,9 @@ def test_memory_that_runs_out_without_end_stops_the_run(toy, tmp_path, monkeypat
     """Every setting is halved down to its least, and then there is an end, also if the error says nothing."""
     monkeypatch.setattr(supervised.SFTTrainer, "loss", lambda *_: out_of_memory(""))
     assert run_sft(toy, tmp_path / "run") == 1
-    told = capsys.readouterr().err
-    assert "loss_chunk 32 -> 16" in told and "mlp_tile 64 -> 32" in told
-    assert told.rstrip().endswith("with --quantize nf4 or a smaller --max-length.")
+    err = capsys.readouterr().err
+    assert "loss_chunk 32 -> 16" in err and "mlp_tile 64 -> 32" in err
+    assert err.rstrip().endswith("with --quantize nf4 or a smaller --max-length.")
 
 
 def test_a_step_whose_weights_have_changed_is_not_saved_half(toy, tmp_path, monkeypatch, paid):
@@ -287,20 +289,20 @@ def test_a_rollout_is_repeated_with_half_as_many_episodes_at_a_time(toy, tmp_pat
             out_of_memory()
         return sample(self, logits, batch)
 
-    def learned(self, *arguments, **more):
+    def learned(self, *arguments, **options):
         training.append(self.model.training)
-        return learn(self, *arguments, **more)
+        return learn(self, *arguments, **options)
 
     monkeypatch.setattr(Engine, "_sample", limited)
     monkeypatch.setattr(Learner, "learn", learned)
     capsys.readouterr()
     assert run_rl(toy, tmp_path / "small") == 0
-    told = capsys.readouterr().err
-    assert "rollout_batch_size 8 -> 3" in told and "rollout_batch_size 3 -> 1" in told
+    err = capsys.readouterr().err
+    assert "rollout_batch_size 8 -> 3" in err and "rollout_batch_size 3 -> 1" in err
     assert max(together[-20:]) == 1
     assert training == [False, False]  # dropout, once on here, would train another policy than was sampled from
-    said = [json.loads(x) for x in (tmp_path / "small" / "episodes.jsonl").read_text().splitlines()]
-    assert said == [json.loads(x) for x in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
+    episodes = [json.loads(x) for x in (tmp_path / "small" / "episodes.jsonl").read_text().splitlines()]
+    assert episodes == [json.loads(x) for x in (tmp_path / "whole" / "episodes.jsonl").read_text().splitlines()]
     assert_same(tmp_path / "small", tmp_path / "whole", 2)
     assert memory_of(tmp_path / "small", 2)["rollout_batch_size"] == 1
 
@@ -322,12 +324,12 @@ def test_a_graph_that_does_not_fit_is_captured_for_fewer_episodes(toy, tmp_path,
     )
     capsys.readouterr()
     assert run_rl(toy, tmp_path / "small") == 0
-    told = capsys.readouterr().err
-    assert "rollout_batch_size 8 -> 3" in told and "rollout_batch_size 3 -> 1" in told
+    err = capsys.readouterr().err
+    assert "rollout_batch_size 8 -> 3" in err and "rollout_batch_size 3 -> 1" in err
     # Episodes share a row while they are equal, so two rows were captured before there were three.
-    assert "without CUDA graphs" not in told and set(buckets) == {1, 2}
-    said = [(tmp_path / run / "episodes.jsonl").read_text() for run in ("small", "whole")]
-    assert said[0] == said[1]
+    assert "without CUDA graphs" not in err and set(buckets) == {1, 2}
+    episodes = [(tmp_path / run / "episodes.jsonl").read_text() for run in ("small", "whole")]
+    assert episodes[0] == episodes[1]
     assert_same(tmp_path / "small", tmp_path / "whole", 2)
 
 

@@ -72,8 +72,8 @@ def test_expanded_episodes_are_in_the_passes_that_are_planned():
     w = workloads.rl_workload(config, critic=False)
     assert (w.episodes, w.expanded, w.rows, w.step_rows, w.scored_rows) == (8, 4, 12, 12, 12)
     config = replace(config, rl=replace(rl, expand_limit=99, mini_batch_size=4))
-    few = workloads.rl_workload(config, critic=False)
-    assert (few.expanded, few.rows, few.step_rows, few.scored_rows) == (8, 4, 4, 16)
+    small = workloads.rl_workload(config, critic=False)
+    assert (small.expanded, small.rows, small.step_rows, small.scored_rows) == (8, 4, 4, 16)
 
 
 def test_a_judge_and_a_teacher_in_a_folder_in_nf4_are_planned_as_that(small_model, write_folder, tmp_path):

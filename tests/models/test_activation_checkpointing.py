@@ -69,7 +69,7 @@ def test_dropout_drops_the_same_in_both_runs(adapted):
 
 
 def test_fewer_activations_are_kept(adapted):
-    def kept(model) -> int:
+    def saved_bytes(model) -> int:
         sizes = {}
         hooks = (
             lambda t: sizes.__setitem__(t.untyped_storage()._cdata, t.untyped_storage().nbytes()) or t,
@@ -81,18 +81,19 @@ def test_fewer_activations_are_kept(adapted):
         del loss
         return sum(size for key, size in sizes.items() if key not in weights)
 
-    assert kept(adapted(True)) < 0.2 * kept(adapted(False))
+    assert saved_bytes(adapted(True)) < 0.2 * saved_bytes(adapted(False))
 
 
 def test_passes_without_gradients_and_with_a_cache_are_as_before(adapted):
     model = adapted(True)
     cache = KVCache.of(model, 2)
     with torch.no_grad(), use_adapter(model, "policy"):
-        whole, parts = model(IDS), []
+        full_states = model(IDS)
+        parts = []
         for part in (slice(0, 11), slice(11, None)):
             prefill = Prefill(cache, [(row, IDS[row, part].tolist()) for row in range(2)])
-            parts.append(model(prefill.tokens, prefill).view(2, -1, whole.shape[-1]))
-    assert not whole.requires_grad and torch.allclose(whole, torch.cat(parts, dim=1), atol=1e-5)
+            parts.append(model(prefill.tokens, prefill).view(2, -1, full_states.shape[-1]))
+    assert not full_states.requires_grad and torch.allclose(full_states, torch.cat(parts, dim=1), atol=1e-5)
 
 
 def test_the_first_layer_s_input_requires_a_gradient_only_if_the_layer_is_run_again(adapted):
@@ -150,25 +151,27 @@ def test_the_first_layers_are_those_that_run_again(adapted):
 
 
 def test_a_tiled_mlp_gives_the_same_without_gradients(adapted, monkeypatch):
-    model, widths = adapted(False), []
+    model = adapted(False)
+    widths = []
     with torch.no_grad(), use_adapter(model, "policy"):
-        whole = model(IDS)
+        untiled = model(IDS)
         activation_checkpointing.enable(model, Grant(Memory(mlp_tile=7)))
         for layer in model.model.layers:
             monkeypatch.setattr(layer.mlp, "activation", lambda x: widths.append(len(x)) or swiglu(x))
         tiled = model(IDS)
-    assert torch.allclose(whole, tiled, atol=1e-5) and widths == ([7] * 8 + [4]) * len(model.model.layers)
+    assert torch.allclose(untiled, tiled, atol=1e-5) and widths == ([7] * 8 + [4]) * len(model.model.layers)
 
 
 def test_the_second_run_has_the_autocast_of_the_first(adapted, monkeypatch):
     """`backward` stands outside the autocast; the layers were then run again in fp32."""
-    model, seen = adapted(True), []
+    model = adapted(True)
+    dtypes = []
     for layer in model.model.layers:
-        monkeypatch.setattr(layer.mlp, "activation", lambda x: seen.append(x.dtype) or swiglu(x))
+        monkeypatch.setattr(layer.mlp, "activation", lambda x: dtypes.append(x.dtype) or swiglu(x))
     with torch.autocast("cpu", torch.bfloat16), use_adapter(model, "policy"):
         loss = model(IDS).float().square().mean()
     loss.backward()
-    assert seen == [torch.bfloat16] * 2 * len(model.model.layers)
+    assert dtypes == [torch.bfloat16] * 2 * len(model.model.layers)
 
 
 def test_a_checkpointing_model_is_freed_without_the_garbage_collector(adapted):

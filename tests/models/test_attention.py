@@ -26,11 +26,11 @@ def rows() -> list[list[int]]:
 
 
 def by_themselves(model, rows) -> list[torch.Tensor]:
-    found = []
+    states = []
     for row in rows:
         ids = torch.tensor([row])
-        found.append(model(ids, CausalRows(ids))[0])
-    return found
+        states.append(model(ids, CausalRows(ids))[0])
+    return states
 
 
 def in_a_pack(model, rows) -> list[torch.Tensor]:
@@ -42,24 +42,25 @@ def in_a_pack(model, rows) -> list[torch.Tensor]:
 
 def in_a_cache(model, rows) -> list[torch.Tensor]:
     """The first half of each row in one prefill, three tokens one by one, the rest in another prefill."""
-    cache, found = KVCache.of(model, len(LENGTHS)), [[] for _ in rows]
+    cache = KVCache.of(model, len(LENGTHS))
+    pieces = [[] for _ in rows]
 
     def prefill(parts: list[list[int]]) -> None:
-        given = [(i, part) for i, part in enumerate(parts) if part]
-        context = Prefill(cache, given)
-        hidden = model(context.tokens, context)[0].split([len(part) for _, part in given])
-        for (i, _), states in zip(given, hidden):
-            found[i].append(states)
+        additions = [(i, part) for i, part in enumerate(parts) if part]
+        context = Prefill(cache, additions)
+        hidden = model(context.tokens, context)[0].split([len(part) for _, part in additions])
+        for (i, _), states in zip(additions, hidden):
+            pieces[i].append(states)
 
     prefill([row[: len(row) // 2] for row in rows])
     for step in range(3):
         context = cache.decode(len(rows))
         hidden = model(torch.tensor([[row[len(row) // 2 + step]] for row in rows]), context)
-        for states, own in zip(hidden, found):
-            own.append(states)
+        for states, row_pieces in zip(hidden, pieces):
+            row_pieces.append(states)
     prefill([row[len(row) // 2 + 3 :] for row in rows])
     assert cache.lengths == list(LENGTHS)
-    return [torch.cat(states) for states in found]
+    return [torch.cat(states) for states in pieces]
 
 
 @torch.no_grad()
@@ -69,8 +70,8 @@ def test_states_are_the_same_in_every_context(model, rows, way):
     for i, row in enumerate(rows):
         padded[i, : len(row)] = torch.tensor(row)
     expected = model(padded)
-    for states, row, own in zip(expected, rows, way(model, rows), strict=True):
-        torch.testing.assert_close(own, states[: len(row)], rtol=1e-4, atol=1e-5)
+    for states, row, actual in zip(expected, rows, way(model, rows), strict=True):
+        torch.testing.assert_close(actual, states[: len(row)], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [CausalRows, Pack, Prefill, Decode])

@@ -23,30 +23,30 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 def faults(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> list[str]:
     """What keeps the memory-efficient kernel from taking an attention as it is; empty if nothing does."""
-    found = []
+    reasons = []
     aligned = 16 // q.element_size()  # numbers in 16 bytes, which a tensor core loads at once
     tensors = {"queries": q, "keys": k, "values": v}
     for name, x in tensors.items():
         if x.dim() != 4 or x.dtype != q.dtype or x.shape[-1] != q.shape[-1] or not x.shape[2]:
-            found.append(f"{name}: {tuple(x.shape)}, {x.dtype}")
+            reasons.append(f"{name}: {tuple(x.shape)}, {x.dtype}")
         if x.stride(-1) != 1 or x.shape[-1] % aligned or x.storage_offset() % aligned:
-            found.append(f"{name}: last dimension of {x.shape[-1]} at offset {x.storage_offset()}")
+            reasons.append(f"{name}: last dimension of {x.shape[-1]} at offset {x.storage_offset()}")
         if any(stride % aligned for stride, size in zip(x.stride()[:-1], x.shape) if size > 1):
-            found.append(f"{name}: strides {x.stride()}")
+            reasons.append(f"{name}: strides {x.stride()}")
     if enable_gqa or not q.shape[1] == k.shape[1] == v.shape[1]:
-        found.append("grouped heads")
+        reasons.append("grouped heads")
     if is_causal and (mask is not None or q.shape[2] != k.shape[2]):
-        found.append("causal, and a mask or more keys than queries")
+        reasons.append("causal, and a mask or more keys than queries")
     if mask is None:
-        return found
-    whole = (*q.shape[:3], k.shape[2])  # what the mask is expanded to
+        return reasons
+    expanded_shape = (*q.shape[:3], k.shape[2])  # what the mask is expanded to
     if mask.dtype != q.dtype or mask.requires_grad:
-        found.append(f"mask: {mask.dtype} beside {q.dtype}")
-    if mask.dim() not in (2, 4) or any(n not in (1, full) for n, full in zip(mask.shape[::-1], whole[::-1])):
-        found.append(f"mask: {tuple(mask.shape)} for {whole}")
+        reasons.append(f"mask: {mask.dtype} beside {q.dtype}")
+    if mask.dim() not in (2, 4) or any(n not in (1, full) for n, full in zip(mask.shape[::-1], expanded_shape[::-1])):
+        reasons.append(f"mask: {tuple(mask.shape)} for {expanded_shape}")
     if mask.stride(-1) != 1 or any(stride % 8 for stride in mask.stride()[:-1]) or mask.storage_offset() % 8:
-        found.append(f"mask: strides {mask.stride()} at offset {mask.storage_offset()}")
-    return found
+        reasons.append(f"mask: strides {mask.stride()} at offset {mask.storage_offset()}")
+    return reasons
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_the_memory_efficient_kernel_takes_every_attention_as_it_is(model, atten
     model.to(dtype).model.embed_tokens.requires_grad_(grad)
     with torch.set_grad_enabled(grad):
         run(model)
-    assert [told for told, _ in attended if told] == []
+    assert [reasons for reasons, _ in attended if reasons] == []
     masked = [with_mask for _, with_mask in attended]
     assert any(masked) == (run is not rows_by_themselves) and len(masked) >= model.config.num_hidden_layers
 
@@ -121,7 +121,7 @@ def test_the_kernel_takes_attentions_with_a_window_as_they_are(small_model, atte
     kinds = (LayerKind(rope, window=13), LayerKind(None, window=20))
     model = small_model(hidden_size=256, num_hidden_layers=2, layer_kinds=kinds, attention_scale=0.3).to(dtype)
     run(model)
-    assert [told for told, _ in attended if told] == [] and any(with_mask for _, with_mask in attended)
+    assert [reasons for reasons, _ in attended if reasons] == [] and any(with_mask for _, with_mask in attended)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 8, 30])
@@ -129,11 +129,11 @@ def test_the_kernel_takes_attentions_with_a_window_as_they_are(small_model, atte
 def test_a_window_counts_the_token_itself(start, count, window):
     (mask,) = StretchMasks([(start, count)]).of(window, torch.zeros(1))
     queries = range(start, start + count)
-    seen = torch.tensor([[query - window < key <= query for key in range(start + count)] for query in queries])
+    visible = torch.tensor([[query - window < key <= query for key in range(start + count)] for query in queries])
     if mask is None:
         assert start == 0 and window >= count  # causal without a mask
         return
-    assert torch.equal(mask == 0, seen) and torch.equal(mask == float("-inf"), ~seen)
+    assert torch.equal(mask == 0, visible) and torch.equal(mask == float("-inf"), ~visible)
 
 
 @pytest.mark.parametrize("start", range(17))
@@ -143,8 +143,8 @@ def test_a_mask_of_any_width_is_causal_and_aligned(start, count):
     if not start:
         assert mask is None
         return
-    seen = torch.arange(start + count) <= start + torch.arange(count)[:, None]
-    assert torch.equal(mask == 0, seen) and torch.equal(mask == float("-inf"), ~seen)
+    visible = torch.arange(start + count) <= start + torch.arange(count)[:, None]
+    assert torch.equal(mask == 0, visible) and torch.equal(mask == float("-inf"), ~visible)
     assert mask.stride(0) % 8 == 0 and mask.stride(1) == 1 and mask.storage_offset() == 0
 
 

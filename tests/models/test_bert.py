@@ -75,7 +75,7 @@ def test_roberta_counts_positions_from_the_place_after_padding(tmp_path, padding
 def test_other_spellings_of_checkpoints(folder):
     """Names with the prefix `bert.`, norms named gamma and beta, position numbers and pretraining heads."""
     ids = torch.arange(1, 9)[None]
-    before = load_bert(folder)(ids)
+    expected = load_bert(folder)(ids)
 
     def respell(tensors):
         def name(key):
@@ -86,7 +86,7 @@ def test_other_spellings_of_checkpoints(folder):
         return {name(k): v for k, v in tensors.items()} | extra
 
     change_weights(folder, respell)
-    assert torch.equal(load_bert(folder)(ids), before)
+    assert torch.equal(load_bert(folder)(ids), expected)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,11 @@ def test_weights_that_do_not_fit_are_refused_by_name(folder):
 
 def test_nothing_can_be_trained_and_weights_outlive_their_file(folder):
     model = load_bert(folder)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
     size = (folder / "model.safetensors").stat().st_size
     (folder / "model.safetensors").write_bytes(bytes(size))
     assert not any(p.requires_grad for p in model.parameters())
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
 
 
 @pytest.fixture

@@ -37,8 +37,9 @@ def test_numbers_are_those_of_the_formula_to_the_bit(folders, double, dense):
     expected = load_model(plain, torch.float32, "cpu")
     for quantize in (False, True):  # what is dense stays so
         model = load_model(packed, torch.float32, "cpu", quantize)
-        found, stored = checkpoint_tensors(model), load_file(plain / "model.safetensors")
-        assert found.keys() == stored.keys() and all(torch.equal(found[n], stored[n]) for n in stored)
+        loaded = checkpoint_tensors(model)
+        stored = load_file(plain / "model.safetensors")
+        assert loaded.keys() == stored.keys() and all(torch.equal(loaded[n], stored[n]) for n in stored)
         assert (model.logits(model(IDS)) - expected.logits(expected(IDS))).abs().max() < 1e-4
         kinds = {n.rsplit(".", 1)[0] for n, _ in model.named_buffers()}
         assert len(kinds) == 21 - len(dense) and not kinds & set(dense)
@@ -50,13 +51,13 @@ def test_numbers_are_those_of_the_formula_to_the_bit(folders, double, dense):
 def test_gradients_and_stacks_are_those_of_the_dense_model(folders):
     """Of q_proj, k_proj and v_proj, which are one product, one is dense."""
     models = [load_model(folder, torch.float32, "cpu") for folder in folders(dense=DENSE)]
-    found = []
+    gradients = []
     for model in models:
         add_adapter(model, "a", 4, 8)
         set_adapter(model, "a")
         model.logits(model(IDS)).square().mean().backward()
-        found.append(torch.cat([p.grad.flatten() for p in adapter_parameters(model, "a").values()]))
-    assert found[1].abs().max() > 0 and torch.allclose(*found, atol=1e-5 * found[1].abs().max().item())
+        gradients.append(torch.cat([p.grad.flatten() for p in adapter_parameters(model, "a").values()]))
+    assert gradients[1].abs().max() > 0 and torch.allclose(*gradients, atol=1e-5 * gradients[1].abs().max().item())
 
 
 def test_tensors_of_a_weight_may_be_in_several_files(folders):
@@ -70,8 +71,9 @@ def test_tensors_of_a_weight_may_be_in_several_files(folders):
         save_file(part, packed / name)
     places = {"weight_map": {name: file for file, part in parts.items() for name in part}}
     (packed / "model.safetensors.index.json").write_text(json.dumps(places))
-    found, stored = checkpoint_tensors(load_model(packed, torch.float32, "cpu")), load_file(plain / "model.safetensors")
-    assert all(torch.equal(found[name], stored[name]) for name in stored)
+    loaded = checkpoint_tensors(load_model(packed, torch.float32, "cpu"))
+    stored = load_file(plain / "model.safetensors")
+    assert all(torch.equal(loaded[name], stored[name]) for name in stored)
 
 
 def test_a_merged_folder_is_dense_and_the_fingerprint_is_of_what_is_stored(folders, tmp_path):
@@ -84,12 +86,12 @@ def test_a_merged_folder_is_dense_and_the_fingerprint_is_of_what_is_stored(folde
     assert "quantization_config" not in config
     merged, stored = (load_file(folder / "model.safetensors") for folder in (tmp_path / "merged", plain))
     assert merged.keys() == stored.keys() and all(torch.equal(merged[n], stored[n]) for n in stored)
-    before = fingerprint(packed)
-    assert before and before != fingerprint(plain) == fingerprint(tmp_path / "merged")
+    packed_fingerprint = fingerprint(packed)
+    assert packed_fingerprint and packed_fingerprint != fingerprint(plain) == fingerprint(tmp_path / "merged")
     name = "model.layers.1.mlp.up_proj.weight.nested_absmax"
     tensors = load_file(packed / "model.safetensors")
     save_file(tensors | {name: tensors[name] * 2}, packed / "model.safetensors")
-    assert fingerprint(packed) != before
+    assert fingerprint(packed) != packed_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_bitsandbytes_itself_gives_the_same_numbers(folders, double):
     packed, _ = folders(double)
     stored = load_file(packed / "model.safetensors")
     for name, tensor in checkpoint_tensors(load_model(packed, torch.float32, "cpu")).items():
-        parts = {other.removeprefix(f"{name}."): t for other, t in stored.items() if other.startswith(f"{name}.")}
+        parts = {key.removeprefix(f"{name}."): t for key, t in stored.items() if key.startswith(f"{name}.")}
         if parts:
             state = bitsandbytes.functional.QuantState.from_dict(parts, torch.device("cpu"))
             state.dtype = torch.float32  # of what it returns
@@ -178,5 +180,5 @@ def test_what_bitsandbytes_quantizes_is_read(small_model, write_folder, tmp_path
             stored |= {f"{name}.{part}": tensor for part, tensor in state.as_dict(packed=True).items()}
             dense[name] = bitsandbytes.functional.dequantize_4bit(stored[name], state)
     save_file({name: tensor.clone() for name, tensor in stored.items()}, folder / "model.safetensors")
-    found = checkpoint_tensors(load_model(folder, torch.float32, "cpu"))
-    assert all(torch.equal(found[name], dense[name]) for name in dense)
+    loaded = checkpoint_tensors(load_model(folder, torch.float32, "cpu"))
+    assert all(torch.equal(loaded[name], dense[name]) for name in dense)

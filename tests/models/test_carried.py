@@ -59,8 +59,8 @@ def test_drafts_that_are_rejected_leave_no_trace(model, rows, draft):
             cache.truncate(row, end)
             lengths[row] = end
     for row, length in enumerate(lengths):
-        found = read(model, cache, row, rows[row][length : length + 9])
-        torch.testing.assert_close(found, expected[row][length : length + 9], rtol=1e-4, atol=1e-5)
+        next_hidden = read(model, cache, row, rows[row][length : length + 9])
+        torch.testing.assert_close(next_hidden, expected[row][length : length + 9], rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -81,8 +81,8 @@ def test_a_row_goes_on_from_a_copied_prefix(model, rows, decoded, wanted):
     assert count == (wanted if is_near else wanted // SAVED_EVERY * SAVED_EVERY)
     cache.copy(0, 1, count)
     assert cache.lengths == [shared + decoded, count]
-    found = read(model, cache, 1, rows[1][count:])
-    torch.testing.assert_close(found, states(model, rows[1])[count:], rtol=1e-4, atol=1e-5)
+    hidden = read(model, cache, 1, rows[1][count:])
+    torch.testing.assert_close(hidden, states(model, rows[1])[count:], rtol=1e-4, atol=1e-5)
     assert cache.prefilled == [shared, LENGTH]
     assert cache.copyable(1, LENGTH - SPARE - 1) == 3 * SAVED_EVERY
 
@@ -107,8 +107,8 @@ def test_a_prefix_is_copied_onto_its_own_row(model, rows):
     read(model, cache, 0, rows[0])
     cache.copy(0, 0, cache.copyable(0, 2 * SAVED_EVERY + 9))
     assert cache.lengths == [2 * SAVED_EVERY]
-    found = read(model, cache, 0, rows[1][2 * SAVED_EVERY :])
-    torch.testing.assert_close(found, states(model, rows[1])[2 * SAVED_EVERY :], rtol=1e-4, atol=1e-5)
+    hidden = read(model, cache, 0, rows[1][2 * SAVED_EVERY :])
+    torch.testing.assert_close(hidden, states(model, rows[1])[2 * SAVED_EVERY :], rtol=1e-4, atol=1e-5)
 
 
 def test_keys_and_values_of_any_prefix_can_be_copied(small_model):
@@ -135,5 +135,5 @@ def test_a_cleared_row_has_nothing_of_what_was_no_number(model, rows):
         layer.values[:] = float("nan")
         layer.saved[:] = float("nan")
     cache.clear(0)
-    found = read(model, cache, 0, rows[0][:20])
-    torch.testing.assert_close(found, states(model, rows[0][:20]), rtol=1e-4, atol=1e-5)
+    hidden = read(model, cache, 0, rows[0][:20])
+    torch.testing.assert_close(hidden, states(model, rows[0][:20]), rtol=1e-4, atol=1e-5)

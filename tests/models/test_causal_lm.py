@@ -104,9 +104,10 @@ def test_logits_with_biases_norms_and_either_head(small_model, write_folder, tmp
 
 def test_logits_in_bf16_are_as_close_as_bf16_allows(small_model, write_folder, tmp_path):
     folder = write_folder(small_model(), tmp_path)
-    wide, narrow = load_model(folder, torch.float32, "cpu"), load_model(folder, torch.bfloat16, "cpu")
-    ids = tokens(wide, 2, 50)
-    exact, ours = wide.logits(wide(ids)), narrow.logits(narrow(ids))
+    fp32_model = load_model(folder, torch.float32, "cpu")
+    bf16_model = load_model(folder, torch.bfloat16, "cpu")
+    ids = tokens(fp32_model, 2, 50)
+    exact, ours = fp32_model.logits(fp32_model(ids)), bf16_model.logits(bf16_model(ids))
     theirs = reference(folder, torch.bfloat16)(input_ids=ids).logits
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).abs().mean() <= 1.2 * (theirs - exact).abs().mean()

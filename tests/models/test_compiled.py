@@ -21,7 +21,9 @@ CPU = torch.device("cpu")
 def make(small_model, write_folder, tmp_path):
     """Makes the same model again and again, with an adapter that is on and whose B is not zero."""
 
-    def made(dtype, quantize=False, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")):
+    def model_with_adapter(
+        dtype, quantize=False, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    ):
         folder = tmp_path / "model"
         if not folder.exists():
             write_folder(small_model(intermediate_size=128), folder)
@@ -33,7 +35,7 @@ def make(small_model, write_folder, tmp_path):
         set_adapter(model, "a")
         return model
 
-    return made
+    return model_with_adapter
 
 
 def compiled_graphs() -> int:
@@ -53,8 +55,8 @@ def test_nf4_weights(compiler, dtype, bound):
     for shapes in ([(80, 1024)], [(16, 1024), (32, 1024)], [(70, 512), (80, 512)]):
         weights = [nf4.quantize(torch.randn(*shape)) for shape in shapes]
         expected = nf4.dequantize(weights, dtype)
-        found = dequantize(weights, dtype)
-        assert found.dtype == dtype and torch.allclose(found, expected, rtol=bound, atol=0)
+        dense = dequantize(weights, dtype)
+        assert dense.dtype == dtype and torch.allclose(dense, expected, rtol=bound, atol=0)
     assert compiled_graphs() <= 2  # one group is another case than several
 
 
@@ -66,9 +68,9 @@ def test_gradients(compiler, make, recompute):
     def gradients(model):
         activation_checkpointing.enable(model, Grant(Memory(recompute_layers=recompute)))
         model(torch.arange(20)[None]).square().mean().backward()
-        found = [parameter.grad for parameter in adapter_parameters(model, "a").values()]
+        grads = [parameter.grad for parameter in adapter_parameters(model, "a").values()]
         model.zero_grad()
-        return torch.cat([grad.flatten() for grad in found])[None]
+        return torch.cat([grad.flatten() for grad in grads])[None]
 
     model = make(torch.float32, quantize=True)
     expected = gradients(model)
@@ -102,6 +104,6 @@ def test_without_a_compiler_one_line_says_so():
 def test_what_is_not_compiled_is_said(capsys, small_model, device, nf4):
     """A CPU makes NF4 weights dense a tile at a time, which is faster; of dense weights nothing is compiled."""
     policy._compile(small_model(), torch.device(device), nf4)
-    told = capsys.readouterr().err
-    assert told.startswith("warning: --compile has no effect: it needs an NF4 base")
-    assert told.count("\n") == 1
+    stderr = capsys.readouterr().err
+    assert stderr.startswith("warning: --compile has no effect: it needs an NF4 base")
+    assert stderr.count("\n") == 1

@@ -101,20 +101,20 @@ def sizes_of(kind: str, sizes: dict) -> dict:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    made = {}
+    model_folders = {}
 
     def folder(kind: str, sizes: dict):
         key = kind, sizes["hidden_size"]
-        if key not in made:
+        if key not in model_folders:
             torch.manual_seed(0)
             config = transformers.AutoConfig.for_model(**sizes_of(kind, sizes))
             model = transformers.AutoModelForCausalLM.from_config(config).float()
             for parameter in model.parameters():  # norms and biases begin as ones and zeros
                 if parameter.dim() == 1:
                     parameter.data.add_(0.3 * torch.randn_like(parameter))
-            made[key] = tmp_path_factory.mktemp(kind)
-            model.save_pretrained(made[key])
-        return made[key]
+            model_folders[key] = tmp_path_factory.mktemp(kind)
+            model.save_pretrained(model_folders[key])
+        return model_folders[key]
 
     return folder
 
@@ -164,10 +164,10 @@ def test_a_window_of_one_token_more_is_seen_in_the_logits(folders, kind):
     kinds = []
     for layer in model.config.layer_kinds:
         kinds.append(replace(layer, window=layer.window and layer.window + 1))
-    other = CausalLM(replace(model.config, layer_kinds=tuple(kinds)))
-    other.load_state_dict(model.state_dict())
+    widened = CausalLM(replace(model.config, layer_kinds=tuple(kinds)))
+    widened.load_state_dict(model.state_dict())
     ids = torch.arange(200)[None]
-    assert (model.logits(model(ids)) - other.logits(other(ids))).abs().max() > 1e-3
+    assert (model.logits(model(ids)) - widened.logits(widened(ids))).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama3", "mistral", *NEW])
@@ -188,11 +188,11 @@ def test_64_greedy_tokens_are_those_of_transformers(folders, kind):
     expected = theirs.generate(prompt, max_new_tokens=64, do_sample=False, pad_token_id=0)[0, 60:].tolist()
     cache = KVCache.of(model, 1)
     (hidden,) = prefilled(model, cache, prompt)
-    written = [model.logits(hidden[-1]).argmax().item()]
-    while len(written) < 64:
-        hidden = step(model, cache, torch.tensor([[written[-1]]]))
-        written.append(model.logits(hidden[0, -1]).argmax().item())
-    assert written == expected
+    generated = [model.logits(hidden[-1]).argmax().item()]
+    while len(generated) < 64:
+        hidden = step(model, cache, torch.tensor([[generated[-1]]]))
+        generated.append(model.logits(hidden[0, -1]).argmax().item())
+    assert generated == expected
 
 
 @pytest.mark.parametrize("kind", NEW)
@@ -216,8 +216,8 @@ def test_an_exported_folder_and_adapters_of_peft_give_the_same_logits(folders, t
     merge_adapter(model, "b")
     save_merged(model, folder, tmp_path / "merged")
     assert (transformers_model(tmp_path / "merged")(ids).logits - expected).abs().max() < 1e-4
-    again = load_model(tmp_path / "merged", torch.float32, "cpu")
-    assert (again.logits(again(ids)) - expected).abs().max() < 1e-4
+    merged = load_model(tmp_path / "merged", torch.float32, "cpu")
+    assert (merged.logits(merged(ids)) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("recompute", [0, 2], ids=["kept", "recomputed"])
@@ -237,9 +237,10 @@ def test_gradients_of_an_adapter_are_those_of_peft(folders, tmp_path, kind, reco
     model.logits(model(ids)).square().mean().backward()
     theirs(ids).logits.square().mean().backward()
     expected = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    found = {name: p.grad for name, p in adapter_parameters(model, "a").items()}
-    assert found.keys() == expected.keys()
-    assert max((found[name] - expected[name]).abs().max() / expected[name].abs().max() for name in found) < 1e-4
+    gradients = {name: p.grad for name, p in adapter_parameters(model, "a").items()}
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert (gradient - expected[name]).abs().max() / expected[name].abs().max() < 1e-4, name
 
 
 def test_layers_of_two_kinds_may_be_streamed(folders):

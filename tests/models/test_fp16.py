@@ -64,24 +64,24 @@ def test_the_stream_is_as_large_as_a_real_one(models):
 
 
 def test_logprobs_of_fp16_are_those_of_fp32(models):
-    found = []
+    logprobs = []
     for model in models:
         ids = torch.tensor([ROWS[0]])
         with torch.no_grad():
-            found.append(token_logprobs(model(ids)[0, :-1], model.head_weight, ids[0, 1:])[0])
-    assert (found[0] - found[1]).abs().mean() < 0.005
+            logprobs.append(token_logprobs(model(ids)[0, :-1], model.head_weight, ids[0, 1:])[0])
+    assert (logprobs[0] - logprobs[1]).abs().mean() < 0.005
 
 
 def test_cached_decoding_in_fp16_is_the_uncached(models):
     _, model = models
     row = ROWS[0]
     with torch.no_grad():
-        whole = model(torch.tensor([row]))[0]
+        uncached = model(torch.tensor([row]))[0]
         cache = KVCache.of(model, 1)
         prefill = Prefill(cache, [(0, row[:30])])
         states = [model(prefill.tokens, prefill)[0]]
         states += [model(torch.tensor([[token]]), cache.decode(1))[0] for token in row[30:]]
-    assert torch.nn.functional.cosine_similarity(torch.cat(states).float(), whole.float(), dim=-1).min() > 0.9999
+    assert torch.nn.functional.cosine_similarity(torch.cat(states).float(), uncached.float(), dim=-1).min() > 0.9999
 
 
 @pytest.mark.parametrize("recomputed", [0, 3])
@@ -89,8 +89,8 @@ def test_gradients_in_fp16_are_those_of_fp32(models, recomputed):
     exact, half = models
     expected = gradients(adapted(exact), Precision(torch.float32, CPU), recomputed)
     precision = Precision(torch.float16, CPU)
-    found = gradients(adapted(half), precision, recomputed) / precision.scaler.get_scale()
-    assert (found - expected).norm() / expected.norm() < 0.01  # and none overflowed, at the first step's scale
+    grad = gradients(adapted(half), precision, recomputed) / precision.scaler.get_scale()
+    assert (grad - expected).norm() / expected.norm() < 0.01  # and none overflowed, at the first step's scale
 
 
 def gradients(model: CausalLM, precision: Precision, recomputed: int) -> torch.Tensor:

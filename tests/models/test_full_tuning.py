@@ -44,27 +44,29 @@ def test_gradients_are_those_of_autograd(small_model, family, memory):
     (loss_of(plain) / 8).backward()
     wanted = {name: p.grad for name, p in plain.named_parameters()}
 
-    model, found, order = small_model(**family), {}, []
+    model = small_model(**family)
+    grads = {}
+    order = []
     names = {p: name for name, p in model.named_parameters()}
 
     def apply(parameter, grad):
-        assert names[parameter] not in found and parameter.grad is None
-        found[names[parameter]] = grad.clone()
+        assert names[parameter] not in grads and parameter.grad is None
+        grads[names[parameter]] = grad.clone()
         order.append(names[parameter])
 
     activation_checkpointing.enable(model, Grant(memory))
     full = FullTuning(model, apply)
     for _ in range(2):  # a second pass begins anew
-        found.clear()
+        grads.clear()
         (loss_of(model, full.head_gradient()) / 8).backward()
-        assert {name.split(".")[2] for name in found} == {"0", "1", "2"}  # by now, all of the layers'
+        assert {name.split(".")[2] for name in grads} == {"0", "1", "2"}  # by now, all of the layers'
         full.apply_last()
-    assert found.keys() == wanted.keys()
+    assert grads.keys() == wanted.keys()
     for name, grad in wanted.items():
         atol = 1e-6
         if family is LIKE_QWEN35:  # whose gradients are large, and come from sums over many tokens
             atol = 1e-4 * grad.abs().max().item()
-        torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=atol, msg=name)
+        torch.testing.assert_close(grads[name], grad, rtol=1e-4, atol=atol, msg=name)
     layers = [name.split(".")[2] for name in order if ".layers." in name]
     assert layers[: len(layers) // 2] == sorted(layers[: len(layers) // 2], reverse=True)
 

@@ -65,15 +65,16 @@ def test_weights_around_zero_are_not_rounded_with_one_added(tensors):
 def test_only_what_was_given_is_kept(tensors):
     x, up, _, weight = tensors
     x.requires_grad_()
-    gate_up, kept = torch.cat((x, up), dim=-1), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    gate_up = torch.cat((x, up), dim=-1)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         rms_norm(x, weight, 1e-6)
         swiglu(gate_up)
         rms_norm(x, weight, 1e-6, offset=1.0)
         geglu(gate_up)
-    given = {t.data_ptr() for t in (x, gate_up, weight)}
+    input_pointers = {t.data_ptr() for t in (x, gate_up, weight)}
     assert (
-        sum(t.numel() for t in kept if t.data_ptr() not in given) == 2 * x.numel() / 16
+        sum(t.numel() for t in saved if t.data_ptr() not in input_pointers) == 2 * x.numel() / 16
     )  # one number per row and norm
 
 
@@ -82,14 +83,15 @@ def test_rotation_in_place(tensors):
     x, upstream = (torch.randn(2, 5, 6, 8, generator=torch.Generator().manual_seed(i)) for i in range(2))
     positions = torch.arange(5)[None].expand(2, -1)
     cos, sin = rotary_angles(positions, Rope(theta=100.0), head_dim=8, dtype=torch.float32)
-    own, ours = x.clone().requires_grad_(), x.clone().requires_grad_()
-    turned = own[:, :, :4] * cos + own[:, :, :4].roll(4, -1) * sin
-    torch.cat((turned, own[:, :, 4:]), dim=2).backward(upstream)
-    kept = upstream.clone()
+    reference = x.clone().requires_grad_()
+    ours = x.clone().requires_grad_()
+    turned = reference[:, :, :4] * cos + reference[:, :, :4].roll(4, -1) * sin
+    torch.cat((turned, reference[:, :, 4:]), dim=2).backward(upstream)
+    upstream_copy = upstream.clone()
     out = rotate_(ours * 1, 4, cos, sin)
     out.backward(upstream)
     assert torch.allclose(out[:, :, :4], turned) and torch.equal(out[:, :, 4:], x[:, :, 4:])
-    assert torch.allclose(ours.grad, own.grad, atol=1e-6) and torch.equal(upstream, kept)
+    assert torch.allclose(ours.grad, reference.grad, atol=1e-6) and torch.equal(upstream, upstream_copy)
     assert torch.allclose(out.norm(dim=-1), x.norm(dim=-1), atol=1e-5)
     with torch.no_grad():
         y = x.clone()
@@ -106,12 +108,12 @@ def test_causal_convolution(trains):
     expected = F.conv1d(x.transpose(1, 2), weight[:, None], groups=5).transpose(1, 2)
     inputs = [x, weight] if trains else [x]
     grads = torch.autograd.grad(expected, inputs, upstream)
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = causal_convolution(x, weight)
     assert torch.allclose(out, expected, atol=1e-6)
     for ours, theirs in zip(torch.autograd.grad(out, inputs, upstream), grads, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
-    assert sum(t.numel() for t in kept) == weight.numel() + trains * x.numel()
+    assert sum(t.numel() for t in saved) == weight.numel() + trains * x.numel()
     with torch.no_grad():
         assert torch.equal(causal_convolution(x, weight), out)

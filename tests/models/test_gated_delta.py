@@ -66,10 +66,10 @@ def test_a_tree_is_its_rows():
     for path in paths:
         row = DeltaInputs(*(torch.cat([stretches[i][part] for i in path]) for part in range(3)))
         expected, expected_state = by_steps(row, starts[roots[path[0]]][None])
-        found = torch.cat([outputs[i] for i in path])
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        row_output = torch.cat([outputs[i] for i in path])
+        torch.testing.assert_close(row_output, expected, atol=1e-5, rtol=1e-4)
         torch.testing.assert_close(states[path[-1]], expected_state[0], atol=1e-5, rtol=1e-4)
-        total += found.sin().sum() + states[path[-1]].cos().sum()
+        total += row_output.sin().sum() + states[path[-1]].cos().sum()
         expected_total += expected.sin().sum() + expected_state.cos().sum()
     expected_grads = torch.autograd.grad(expected_total, leaves)
     for grad, expected in zip(torch.autograd.grad(total, leaves), expected_grads):

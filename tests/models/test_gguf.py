@@ -65,16 +65,16 @@ def cache(tmp_path_factory, monkeypatch):
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A folder and its GGUF file of each kind, made once."""
-    made = {}
+    exports = {}
 
     def make(kind: str, weights: str = "fp32"):
-        if (kind, weights) not in made:
+        if (kind, weights) not in exports:
             parent = tmp_path_factory.mktemp(kind)
             splits = {"llama": "smollm", "llama3": "smollm", "gemma3": "gemma", "gemma3-linear": "gemma"}
             split = (splits | {"qwen35": "qwen35"}).get(kind, "qwen2")
             source = write_model(parent / "source", kind, split)
-            made[kind, weights] = source, write_gguf(source, parent / "out" / "model.gguf", weights)
-        return made[kind, weights]
+            exports[kind, weights] = source, write_gguf(source, parent / "out" / "model.gguf", weights)
+        return exports[kind, weights]
 
     return make
 
@@ -95,10 +95,10 @@ def rewrite(path, out, changes=None, tensors=None, architecture=None):
     for name, field in fields.items():
         if name != "general.architecture":
             writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
-    held = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors} | (tensors or {})
-    for name, held_tensor in held.items():
-        if held_tensor is not None:
-            writer.add_tensor(name, held_tensor[0], raw_dtype=held_tensor[1])
+    typed = {tensor.name: (tensor.data, tensor.tensor_type) for tensor in reader.tensors} | (tensors or {})
+    for name, typed_tensor in typed.items():
+        if typed_tensor is not None:
+            writer.add_tensor(name, typed_tensor[0], raw_dtype=typed_tensor[1])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -112,11 +112,13 @@ def test_a_file_is_the_folder_it_was_exported_of(models, kind):
     source, path = models(kind)
     folder = resolve_folder(str(path))
     assert resolve_folder(str(path)) == folder  # from the cache
-    ours, theirs = read_config(folder), read_config(source)
+    ours = read_config(folder)
+    theirs = read_config(source)
     assert ours == theirs
-    written, read = load_model(source, torch.float32, "cpu"), load_model(folder, torch.float32, "cpu")
-    for name, tensor in checkpoint_tensors(written).items():
-        assert torch.equal(checkpoint_tensors(read)[name], tensor), name
+    source_model = load_model(source, torch.float32, "cpu")
+    file_model = load_model(folder, torch.float32, "cpu")
+    for name, tensor in checkpoint_tensors(source_model).items():
+        assert torch.equal(checkpoint_tensors(file_model)[name], tensor), name
     same_family = KINDS[kind]["model_type"] != "mistral"
     assert fingerprint(folder) == fingerprint(source) and same_family == (
         json.loads((folder / "config.json").read_text())["model_type"] == KINDS[kind]["model_type"]
@@ -130,14 +132,14 @@ def test_a_file_of_some_families_is_written_whole_and_not_read_as_a_model(models
 
     source, path = models(kind)
     model = load_model(source, torch.float32, "cpu")
-    written = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
+    source_tensors = {name: tensor.clone() for name, tensor in checkpoint_tensors(model).items()}
     for tensor in checkpoint_tensors(model).values():
         tensor.zero_()
     header = Header(path)
     fill(model, header)
     for name, tensor in checkpoint_tensors(model).items():
         rounding = 1e-6 if name.endswith("A_log") else 0.0  # of which the file has the exponential
-        torch.testing.assert_close(tensor, written[name], rtol=0, atol=rounding)
+        torch.testing.assert_close(tensor, source_tensors[name], rtol=0, atol=rounding)
         assert tensor.any(), name
     for key, value in KEYS[kind](model.config).items():
         assert header.keys[f"{kind}.{key}"] == pytest.approx(value)
@@ -219,21 +221,21 @@ def test_numbers_are_those_of_the_package(tmp_path, monkeypatch, kind):
     with opened(tmp_path / "gguf.json") as file:
         for name, wanted in (("mlp.up_proj", expected), ("self_attn.q_proj", halves)):
             name = f"model.layers.0.{name}.weight"
-            same = {"rtol": 0, "atol": 0, "equal_nan": True}
-            torch.testing.assert_close(file.get_tensor(name), wanted, **same)
-            torch.testing.assert_close(file.get_slice(name)[:4], wanted[:4], **same)
+            tolerances = {"rtol": 0, "atol": 0, "equal_nan": True}
+            torch.testing.assert_close(file.get_tensor(name), wanted, **tolerances)
+            torch.testing.assert_close(file.get_slice(name)[:4], wanted[:4], **tolerances)
             assert file.get_slice(name).get_shape() == [24, 512]
 
 
 def test_names_are_those_of_the_package():
     for architecture in ("qwen2", "qwen3", "llama", "gemma3"):
-        known = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 12)
+        name_map = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 12)
         names = gguf_files.NAMES_OF.get(architecture, gguf_files.NAMES)
         for name in ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight",
                      *(f"model.layers.11.{part}.weight" for part in names.values() if not part.startswith("model.")),
                      "model.layers.3.self_attn.q_proj.bias"):  # fmt: skip
             ours = gguf_name(name, architecture)
-            theirs = known.get_name(name, (".weight", ".bias"))
+            theirs = name_map.get_name(name, (".weight", ".bias"))
             assert theirs in (None, ours) and published_name(ours, architecture) == name
     assert published_name("blk.0.ffn_gate_exps.weight", "llama") == "blk.0.ffn_gate_exps.weight"
 
@@ -242,18 +244,18 @@ def test_names_are_those_of_the_package():
 def test_names_of_qwen35_are_those_of_the_package(models):
     templates = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.QWEN35]}
     names = [re.sub(r"\.(weight|bias)$", "", name) for name in Header(models("qwen35")[1]).tensors]
-    written = {re.sub(r"\d+", "{bid}", name, count=1) for name in names}
-    assert written <= templates and len(written) == 22
+    file_templates = {re.sub(r"\d+", "{bid}", name, count=1) for name in names}
+    assert file_templates <= templates and len(file_templates) == 22
 
 
 def test_nf4_is_quantized_from_the_numbers_of_the_file(models):
     source, path = models("llama", "q8_0")
     packed = load_model(resolve_folder(str(path)), torch.float32, "cpu", quantize=True)
     dense = load_model(resolve_folder(str(path)), torch.float32, "cpu")
-    again = load_model(source, torch.float32, "cpu", quantize=True)
-    assert packed.state_dict().keys() == again.state_dict().keys()
-    one, other = (checkpoint_tensors(m)["model.layers.1.mlp.up_proj.weight"] for m in (packed, dense))
-    assert 0 < (one - other).norm() < 0.15 * other.norm()
+    packed_source = load_model(source, torch.float32, "cpu", quantize=True)
+    assert packed.state_dict().keys() == packed_source.state_dict().keys()
+    packed_weight, dense_weight = (checkpoint_tensors(m)["model.layers.1.mlp.up_proj.weight"] for m in (packed, dense))
+    assert 0 < (packed_weight - dense_weight).norm() < 0.15 * dense_weight.norm()
 
 
 def quantized(weight: torch.Tensor, kind: str):
@@ -269,8 +271,10 @@ def test_two_precisions_of_one_matrix_are_a_tied_model(models, tmp_path):
     model = load_model(folder, torch.float32, "cpu")
     assert model.config.tie_word_embeddings
     assert torch.equal(model.head_weight, torch.tensor(gguf.quants.dequantize(*both["output.weight"])))
-    own = both | {"output.weight": quantized(weight.roll(1, 0), "Q8_0")}
-    assert not read_config(resolve_folder(str(rewrite(path, tmp_path / "own.gguf", tensors=own)))).tie_word_embeddings
+    untied = both | {"output.weight": quantized(weight.roll(1, 0), "Q8_0")}
+    assert not read_config(
+        resolve_folder(str(rewrite(path, tmp_path / "own.gguf", tensors=untied)))
+    ).tie_word_embeddings
     near = {"token_embd.weight": quantized(weight, "F32"), "output.weight": quantized(weight + 1e-3, "F32")}
     assert not read_config(resolve_folder(str(rewrite(path, tmp_path / "near.gguf", tensors=near)))).tie_word_embeddings
 
@@ -293,8 +297,13 @@ def test_the_tokenizer_gives_the_same_tokens(tmp_path, split, bos, first):
                 ours.encode(text, add_special_tokens=special).ids == theirs.encode(text, add_special_tokens=special).ids
             )
         assert ours.decode(theirs.encode(text).ids) == theirs.decode(theirs.encode(text).ids)
-    one, other = Tokenizer.load(folder), Tokenizer.load(source)
-    assert (one.fingerprint, one.stop_id, one.pad_id) == (other.fingerprint, other.stop_id, other.pad_id)
+    file_tokenizer = Tokenizer.load(folder)
+    source_tokenizer = Tokenizer.load(source)
+    assert (file_tokenizer.fingerprint, file_tokenizer.stop_id, file_tokenizer.pad_id) == (
+        source_tokenizer.fingerprint,
+        source_tokenizer.stop_id,
+        source_tokenizer.pad_id,
+    )
     assert {p.name for p in folder.iterdir()} >= {"generation_config.json", "tokenizer_config.json"}
 
 
@@ -312,11 +321,11 @@ def test_the_tokenizer_of_qwen_gives_the_same_tokens(shared, tmp_path):
     settings = (shared / "tokenizers/qwen2.5/tokenizer_config.json").read_text(encoding="utf-8")
     (source / "tokenizer_config.json").write_text(settings, encoding="utf-8")
     folder = resolve_folder(str(write_gguf(source, tmp_path / "out" / "x.gguf", "bf16")))
-    made = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    assert made["added_tokens"] == published["added_tokens"] and made["normalizer"] == published["normalizer"]
-    assert made["pre_tokenizer"] == published["pre_tokenizer"]
-    assert made["model"]["vocab"] == published["model"]["vocab"]
-    assert made["model"]["merges"] == published["model"]["merges"]
+    restored = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    assert restored["added_tokens"] == published["added_tokens"] and restored["normalizer"] == published["normalizer"]
+    assert restored["pre_tokenizer"] == published["pre_tokenizer"]
+    assert restored["model"]["vocab"] == published["model"]["vocab"]
+    assert restored["model"]["merges"] == published["model"]["merges"]
     assert Tokenizer.load(folder).fingerprint == Tokenizer.load(source).fingerprint
 
 
@@ -363,8 +372,8 @@ def test_what_is_not_supported_is_refused_by_name(models, tmp_path, cache, chang
     )
     with pytest.raises(R3LiteError) as error:
         resolve_folder(str(path))
-    told = str(error.value)
-    assert named in told and str(path) in told and str(cache) not in told
+    message = str(error.value)
+    assert named in message and str(path) in message and str(cache) not in message
     assert not cache.exists() or not list(cache.iterdir())  # what cannot be used is not kept
 
 
@@ -392,16 +401,17 @@ def test_ids_that_no_token_has_are_ignored(models, tmp_path):
 
 
 def test_tensors_that_no_such_model_has_are_refused(models, tmp_path):
-    path, number = models("llama3")[1], np.ones(16, np.float32)
-    more = rewrite(path, tmp_path / "more.gguf", tensors={"blk.0.attn_q.bias": (number, Q.F32)})
+    path = models("llama3")[1]
+    number = np.ones(16, np.float32)
+    surplus = rewrite(path, tmp_path / "more.gguf", tensors={"blk.0.attn_q.bias": (number, Q.F32)})
     with raises(R3LiteError, "gguf-tensor-unexpected", "model.layers.0.self_attn.q_proj.bias"):
-        load_model(resolve_folder(str(more)), torch.float32, "cpu")
-    less = rewrite(path, tmp_path / "less.gguf", tensors={"blk.1.ffn_up.weight": None})
+        load_model(resolve_folder(str(surplus)), torch.float32, "cpu")
+    incomplete = rewrite(path, tmp_path / "less.gguf", tensors={"blk.1.ffn_up.weight": None})
     with raises(R3LiteError, "gguf-tensor-missing", "model.layers.1.mlp.up_proj.weight"):
-        load_model(resolve_folder(str(less)), torch.float32, "cpu")
-    other = rewrite(path, tmp_path / "other.gguf", tensors={"rope_freqs.weight": (number * 2, Q.F32)})
+        load_model(resolve_folder(str(incomplete)), torch.float32, "cpu")
+    wrong_rope = rewrite(path, tmp_path / "other.gguf", tensors={"rope_freqs.weight": (number * 2, Q.F32)})
     with raises(R3LiteError, "gguf-rope", "rope_freqs.weight"):
-        resolve_folder(str(other))
+        resolve_folder(str(wrong_rope))
     empty = rewrite(path, tmp_path / "empty.gguf", tensors={"rope_freqs.weight": (number[:0], Q.F32)})
     with raises(R3LiteError, "gguf-damaged", empty, "rope_freqs.weight is empty"):
         resolve_folder(str(empty))
@@ -458,11 +468,12 @@ def test_another_file_of_the_same_name_is_another_model(models, tmp_path):
     """A run goes on with its own base only, though config and tokenizer are the same."""
     path = tmp_path / "x.gguf"
     path.write_bytes(models("llama", "fp32")[1].read_bytes())
-    one, value = resolve_folder(str(path)), folder_fingerprint(resolve_folder(str(path)))
+    fp32_folder = resolve_folder(str(path))
+    fp32_fingerprint = folder_fingerprint(resolve_folder(str(path)))
     path.write_bytes(models("llama", "bf16")[1].read_bytes())
-    other = resolve_folder(str(path))
-    assert one != other and folder_fingerprint(other) != value
-    assert fingerprint(other) != fingerprint(resolve_folder(str(models("llama", "fp32")[1])))
+    bf16_folder = resolve_folder(str(path))
+    assert fp32_folder != bf16_folder and folder_fingerprint(bf16_folder) != fp32_fingerprint
+    assert fingerprint(bf16_folder) != fingerprint(resolve_folder(str(models("llama", "fp32")[1])))
 
 
 def test_commands_take_a_file_as_model(tmp_path, capsys):

@@ -34,8 +34,8 @@ def hub(tmp_path, monkeypatch):
 
         def snapshot_download(repo, allow_patterns, ignore_patterns=None, revision=None):
             assert repo == "me/model" and revision in (None, place.name)
-            how = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
-            wanted = list(filter_repo_objects(repository, **how))
+            patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+            wanted = list(filter_repo_objects(repository, **patterns))
             missing = [name for name in wanted if not (place / name).exists()]
             if cached is not None and missing:
                 raise IncompleteSnapshotError(f"{missing[0]} is missing", snapshot_path=str(place))

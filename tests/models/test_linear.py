@@ -38,20 +38,23 @@ def tensors(rows: int, tall: int = TALL, dtype: torch.dtype = torch.float32):
 @pytest.mark.parametrize("also", ["nothing", "bias", "added"])
 def test_rows_are_multiplied_as_in_double_precision(rows, also, kernels):
     x, weight, bias, added = tensors(rows)
-    more = {"nothing": {}, "bias": {"bias": bias}, "added": {"added": added}}[also]
-    exact = x.double() @ weight.double().t() + sum(extra.double() for extra in more.values())
-    before = added.clone()
-    assert uses_onednn(kernels(lambda: linear(x, weight, **more)))
-    torch.testing.assert_close(linear(x, weight, **more), exact.float(), rtol=1e-5, atol=1e-4)
-    assert torch.equal(added, before) and not linear(x, weight, **more)._is_view()
+    terms = {"nothing": {}, "bias": {"bias": bias}, "added": {"added": added}}[also]
+    exact = x.double() @ weight.double().t() + sum(extra.double() for extra in terms.values())
+    added_copy = added.clone()
+    assert uses_onednn(kernels(lambda: linear(x, weight, **terms)))
+    torch.testing.assert_close(linear(x, weight, **terms), exact.float(), rtol=1e-5, atol=1e-4)
+    assert torch.equal(added, added_copy) and not linear(x, weight, **terms)._is_view()
 
 
 @torch.no_grad()
 def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch):
     """oneDNN keeps one for each number that it meets."""
     _, weight, _, _ = tensors(1)
-    met, multiply = set(), torch.ops.mkldnn._linear_pointwise
-    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lambda x, *more: met.add(len(x)) or multiply(x, *more))
+    met = set()
+    multiply = torch.ops.mkldnn._linear_pointwise
+    monkeypatch.setattr(
+        torch.ops.mkldnn, "_linear_pointwise", lambda x, *arguments: met.add(len(x)) or multiply(x, *arguments)
+    )
     for rows in range(1, 3 * BLOCK):
         assert len(linear(torch.zeros(rows, WIDTH), weight)) == rows
     assert met == {*range(1, STEP), *range(STEP, BLOCK + 1, STEP)}
@@ -60,8 +63,9 @@ def test_kernels_are_compiled_for_few_numbers_of_rows(monkeypatch):
 @torch.no_grad()
 def test_what_is_not_contiguous_is_multiplied_right():
     x, weight, _, _ = tensors(8)
-    wide, taller = torch.stack((x, x + 1), dim=-1), torch.cat((weight, weight))
-    torch.testing.assert_close(linear(wide[..., 0], taller[:TALL]), F.linear(x, weight), rtol=1e-5, atol=1e-4)
+    interleaved = torch.stack((x, x + 1), dim=-1)
+    taller = torch.cat((weight, weight))
+    torch.testing.assert_close(linear(interleaved[..., 0], taller[:TALL]), F.linear(x, weight), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(linear(x, weight.t().contiguous().t()), F.linear(x, weight), rtol=1e-5, atol=1e-4)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from r3lite.devices.live_tensors import UncompiledMode
 from r3lite.models import logprobs as logprobs_module
 from r3lite.models.logprobs import candidates_loss, cross_entropy, token_logprobs, token_loss, top_logprobs
 
@@ -67,8 +67,8 @@ def test_gradients_against_the_plain_path_in_float64(inputs, dtype, bound):
     loss = losses_of(inputs)
     ours = hidden.to(dtype).requires_grad_()
     theirs = ours.detach().double().requires_grad_()
-    how = dict(temperature=0.7, chunk=8, with_entropy=True)
-    value, _ = token_loss(ours, head.to(dtype), targets, loss, **how)
+    options = dict(temperature=0.7, chunk=8, with_entropy=True)
+    value, _ = token_loss(ours, head.to(dtype), targets, loss, **options)
     expected, _ = loss(slice(None), *plain(theirs, head.to(dtype), targets, 0.7))
     assert value.item() == pytest.approx(expected.item(), rel=10 * bound)
     (value * 3).backward()
@@ -88,10 +88,11 @@ def test_small_shares_of_a_loss_do_not_vanish_in_fp16(inputs):
 
 def test_a_loss_makes_each_chunk_of_logits_once(inputs, monkeypatch):
     hidden, head, targets, _ = inputs
-    made, make = [], logprobs_module._logits
-    monkeypatch.setattr(logprobs_module, "_logits", lambda *a: made.append(len(a[0])) or make(*a))
+    chunk_sizes = []
+    make = logprobs_module._logits
+    monkeypatch.setattr(logprobs_module, "_logits", lambda *a: chunk_sizes.append(len(a[0])) or make(*a))
     token_loss(hidden.requires_grad_(), head, targets, cross_entropy, chunk=8)[0].backward()
-    assert made == [8, 8, 8, 8, 5]
+    assert chunk_sizes == [8, 8, 8, 8, 5]
     with torch.no_grad():
         assert not token_loss(hidden, head, targets, losses_of(inputs), with_entropy=True)[0].requires_grad
 
@@ -115,19 +116,19 @@ def test_without_entropy_or_gradients(inputs):
     assert torch.allclose(logprobs.double(), plain(hidden, head, targets, 1.0)[0], atol=1e-5)
 
 
-class NoMoreRows(TorchDispatchMode):
+class NoMoreRows(UncompiledMode):
     """Fails when an operator makes a tensor with more than `rows` rows of V numbers; remembers the most it saw."""
 
     def __init__(self, rows: int):
         super().__init__()
-        self.rows, self.seen = rows, 0
+        self.rows, self.most_rows = rows, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, torch.Tensor) and V in tensor.shape and C not in tensor.shape:
                 rows = tensor.numel() // V
-                self.seen = max(self.seen, rows)
+                self.most_rows = max(self.most_rows, rows)
                 assert rows <= self.rows, f"{function} made a tensor {list(tensor.shape)}"
         return out
 
@@ -139,17 +140,17 @@ def test_the_logits_are_never_there_as_a_whole(inputs):
         token_loss(hidden, head, targets, losses_of(inputs), chunk=8, with_entropy=True)[0].backward()
     with NoMoreRows(8) as watch:
         token_logprobs(hidden, head, targets, chunk=8, with_entropy=True)
-    assert watch.seen == 8
+    assert watch.most_rows == 8
     with pytest.raises(AssertionError, match="made a tensor"), NoMoreRows(8):
         token_logprobs(hidden, head, targets, chunk=9)
 
 
 def test_no_chunk_of_logits_is_kept_for_the_backward_pass(inputs):
     hidden, head, targets, _ = inputs
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+    saved_shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved_shapes.append(t.shape) or t, lambda t: t):
         token_loss(hidden.requires_grad_(), head, targets, losses_of(inputs), chunk=8, with_entropy=True)
-    assert kept and not [shape for shape in kept if V in shape and C not in shape]
+    assert saved_shapes and not [shape for shape in saved_shapes if V in shape and C not in shape]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -166,9 +167,9 @@ def test_half_precision_is_normalized_in_fp32(inputs, dtype):
         logprobs, entropies = token_logprobs(hidden.float(), head, targets, with_entropy=True)
     assert torch.allclose(logprobs, expected, atol=1e-5)
     # Autocast made a 16-bit product of it, whose dtype exgrpo's replays in bf16 stumbled over.
-    wide = torch.log_softmax(logits.double(), -1)
+    exact_logprobs = torch.log_softmax(logits.double(), -1)
     assert entropies.dtype == torch.float32
-    assert torch.allclose(entropies.double(), -(wide.exp() * wide).sum(-1), atol=1e-5)
+    assert torch.allclose(entropies.double(), -(exact_logprobs.exp() * exact_logprobs).sum(-1), atol=1e-5)
 
 
 def test_huge_logits_and_ids_beyond_the_head(inputs):
@@ -193,7 +194,7 @@ K = 7
 
 
 @pytest.fixture
-def chosen():
+def ids_and_weights():
     """K different tokens for each row, and what a loss weighs their log-probabilities with."""
     generator = torch.Generator().manual_seed(1)
     return torch.randn(N, V, generator=generator).topk(K).indices.int(), torch.randn(N, K, generator=generator)
@@ -211,9 +212,11 @@ def loss_of_candidates(weight):
 
 @pytest.mark.parametrize("dtype, bound", [(torch.float32, 1e-6), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("chunk", [1, 8, 128])
-def test_the_loss_of_several_tokens_a_row_against_the_plain_path_in_float64(inputs, chosen, dtype, bound, chunk):
+def test_the_loss_of_several_tokens_a_row_against_the_plain_path_in_float64(
+    inputs, ids_and_weights, dtype, bound, chunk
+):
     hidden, head, _, _ = inputs
-    (ids, weight), head = chosen, (head / C**0.5).to(dtype)
+    (ids, weight), head = ids_and_weights, (head / C**0.5).to(dtype)
     ours = hidden.to(dtype).requires_grad_()
     theirs = ours.detach().double().requires_grad_()
     value, metrics = candidates_loss(ours, head, ids, loss_of_candidates(weight), 0.7, chunk)
@@ -228,28 +231,28 @@ def test_the_loss_of_several_tokens_a_row_against_the_plain_path_in_float64(inpu
 
 def test_one_token_a_row_is_the_loss_of_a_target(inputs):
     hidden, head, targets, _ = inputs
-    one, other = (hidden.clone().requires_grad_() for _ in range(2))
-    loss, _ = candidates_loss(one, head, targets[:, None], lambda rows, logprobs: (-logprobs.sum(), {}))
-    expected, _ = token_loss(other, head, targets, cross_entropy)
+    candidates_hidden, targets_hidden = (hidden.clone().requires_grad_() for _ in range(2))
+    loss, _ = candidates_loss(candidates_hidden, head, targets[:, None], lambda rows, logprobs: (-logprobs.sum(), {}))
+    expected, _ = token_loss(targets_hidden, head, targets, cross_entropy)
     loss.backward()
     expected.backward()
-    assert torch.allclose(loss, expected) and torch.allclose(one.grad, other.grad, atol=1e-5)
+    assert torch.allclose(loss, expected) and torch.allclose(candidates_hidden.grad, targets_hidden.grad, atol=1e-5)
 
 
 def test_the_likeliest_tokens(inputs):
     hidden, head, _, _ = inputs
-    found = top_logprobs(hidden, head, K, chunk=8)
+    top = top_logprobs(hidden, head, K, chunk=8)
     expected = torch.log_softmax(hidden.double() @ head.double().T, dim=-1).topk(K)
-    assert torch.equal(found.ids.long(), expected.indices)
-    assert torch.allclose(found.logprobs.double(), expected.values, atol=1e-5)
-    parts = found.split([30, 7])
-    assert torch.equal(parts[1].ids, found.ids[30:]) and torch.equal(parts[0].logprobs, found.logprobs[:30])
+    assert torch.equal(top.ids.long(), expected.indices)
+    assert torch.allclose(top.logprobs.double(), expected.values, atol=1e-5)
+    parts = top.split([30, 7])
+    assert torch.equal(parts[1].ids, top.ids[30:]) and torch.equal(parts[0].logprobs, top.logprobs[:30])
 
 
-def test_the_logits_of_several_tokens_a_row_are_never_there_as_a_whole(inputs, chosen):
+def test_the_logits_of_several_tokens_a_row_are_never_there_as_a_whole(inputs, ids_and_weights):
     hidden, head, _, _ = inputs
-    ids, weight = chosen
+    ids, weight = ids_and_weights
     with NoMoreRows(8) as watch:
         candidates_loss(hidden.requires_grad_(), head, ids, loss_of_candidates(weight), chunk=8)[0].backward()
         top_logprobs(hidden, head, K, chunk=8)
-    assert watch.seen == 8
+    assert watch.most_rows == 8

@@ -55,9 +55,9 @@ def test_one_layer_by_hand():
 
 def test_a_fresh_adapter_changes_nothing_and_is_of_peft_s_size(small_model):
     model = small_model()
-    before = logits(model)
+    base_logits = logits(model)
     add_adapter(model, "policy", 8, 16, seed=3)
-    assert torch.equal(logits(model, "policy"), before)
+    assert torch.equal(logits(model, "policy"), base_logits)
     parameters = adapter_parameters(model, "policy")
     assert len(parameters) == 3 * 7 * 2
     assert all(p.requires_grad and p.dtype == torch.float32 for p in parameters.values())
@@ -66,9 +66,9 @@ def test_a_fresh_adapter_changes_nothing_and_is_of_peft_s_size(small_model):
     assert {n for n, p in model.named_parameters() if p.requires_grad} == {
         n for n, _ in model.named_parameters() if ".lora_" in n
     }
-    other = small_model()
-    add_adapter(other, "policy", 8, 16, seed=3)
-    assert all(torch.equal(p, parameters[k]) for k, p in adapter_parameters(other, "policy").items())
+    second_model = small_model()
+    add_adapter(second_model, "policy", 8, 16, seed=3)
+    assert all(torch.equal(p, parameters[k]) for k, p in adapter_parameters(second_model, "policy").items())
 
 
 def test_a_mean_by_hand():
@@ -111,11 +111,11 @@ def test_scale(small_model, rslora, scale):
 @pytest.mark.parametrize("target", PROJECTIONS)
 def test_each_projection_can_have_one_alone(small_model, target):
     model = small_model()
-    before = logits(model)
+    base_logits = logits(model)
     add_adapter(model, "a", 2, 4, targets=[target])
     shaken(model, "a")
     assert {key.split(".")[-3] for key in adapter_parameters(model, "a")} == {target}
-    assert not torch.allclose(logits(model, "a"), before)
+    assert not torch.allclose(logits(model, "a"), base_logits)
 
 
 def test_adapters_are_switched_and_switched_back(small_model):
@@ -170,8 +170,8 @@ def test_what_is_looked_up_once_is_that_of_the_adapter_that_is_on(small_model):
     assert torch.equal(logits(model), expected[None])
     changed = {name: logits(model, name) for name in ("policy", "other")}
     with cast_once(model, torch.float32):
-        for name, after in changed.items():
-            assert torch.equal(logits(model, name), after) and not torch.equal(after, expected[name])
+        for name, changed_logits in changed.items():
+            assert torch.equal(logits(model, name), changed_logits) and not torch.equal(changed_logits, expected[name])
 
 
 @torch.no_grad()

@@ -174,15 +174,15 @@ def test_wide_activations_on_a_narrow_layer():
 @pytest.fixture
 def dense_weights(monkeypatch):
     """Weak references to all dense weights that are made."""
-    made = []
+    dense_refs = []
 
     def watched(weights, dtype):
         dense = dequantize(weights, dtype)
-        made.append(weakref.ref(dense.untyped_storage()))
+        dense_refs.append(weakref.ref(dense.untyped_storage()))
         return dense
 
     monkeypatch.setattr(projections, "dequantize", watched)
-    return made
+    return dense_refs
 
 
 def test_no_dense_weight_lives_between_forward_and_backward(dense_weights):
@@ -237,7 +237,8 @@ def logits(model, name=None):
 
 def test_an_adapter_on_nf4_trains_and_the_base_stays(small_model, write_folder, tmp_path):
     model = load_model(write_folder(small_model(**SIZES), tmp_path), torch.bfloat16, "cpu", quantize=True)
-    before, bare = {n: t.clone() for n, t in model.state_dict().items()}, logits(model)
+    state_before = {n: t.clone() for n, t in model.state_dict().items()}
+    bare = logits(model)
     add_adapter(model, "a", 4, 8)
     optimizer = torch.optim.Adam(adapter_parameters(model, "a").values(), lr=0.01)
     losses = []
@@ -251,7 +252,7 @@ def test_an_adapter_on_nf4_trains_and_the_base_stays(small_model, write_folder, 
     assert losses[-1] < 0.5 * losses[0]
     assert torch.equal(logits(model), bare)
     remove_adapter(model, "a")
-    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+    assert all(torch.equal(t, state_before[n]) for n, t in model.state_dict().items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

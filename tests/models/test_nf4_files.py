@@ -43,10 +43,10 @@ def test_saved_and_loaded_it_is_equal_to_the_bit(small_model, write_folder, tmp_
     remove_adapter(model, "a")
     assert read_config(out) == model.config
     for quantized in (False, True):
-        again = load_model(out, torch.float32, "cpu", quantize=quantized)
-        assert same_tensors(again, model)
-        assert torch.equal(again.logits(again(IDS)), model.logits(model(IDS)))
-        assert not any(p.requires_grad for p in again.parameters())
+        reloaded = load_model(out, torch.float32, "cpu", quantize=quantized)
+        assert same_tensors(reloaded, model)
+        assert torch.equal(reloaded.logits(reloaded(IDS)), model.logits(model(IDS)))
+        assert not any(p.requires_grad for p in reloaded.parameters())
     narrow = load_model(out, torch.bfloat16, "cpu")
     assert (
         narrow(IDS).dtype == torch.bfloat16 and narrow.model.layers[0].mlp.up_proj.absmax_scale.dtype == torch.float32
@@ -54,7 +54,7 @@ def test_saved_and_loaded_it_is_equal_to_the_bit(small_model, write_folder, tmp_
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
     with raises(R3LiteError, "output-exists"):
         save_nf4(model, folder, out)
-    save_nf4(again, out, tmp_path / "copy")  # from one to the next
+    save_nf4(reloaded, out, tmp_path / "copy")  # from one to the next
     assert (tmp_path / "copy" / "config.json").read_bytes() == (out / "config.json").read_bytes()
 
 

@@ -18,10 +18,10 @@ def tensors(count: int = 4) -> list[torch.Tensor]:
 
 
 def assert_a_stack(host: Offload) -> None:
-    given = tensors()
-    for x in given:
+    originals = tensors()
+    for x in originals:
         host.put(x)
-    for x in reversed(given):
+    for x in reversed(originals):
         taken = host.take()
         assert taken.device == x.device and taken.dtype == x.dtype and torch.equal(taken, x)
     assert not host.stack and host.coming is None
@@ -66,33 +66,34 @@ def test_nothing_is_put_between_takes():
 
 def test_where_memory_cannot_be_pinned_it_warns_once_and_goes_on(monkeypatch, capsys):
     """WSL and containers refuse to pin memory, or pin little of it."""
-    empty, asked = torch.empty, []
+    empty = torch.empty
+    pin_requests = []
 
-    def refuse(*arguments, pin_memory=False, **more):
-        asked.append(pin_memory)
+    def refuse(*arguments, pin_memory=False, **options):
+        pin_requests.append(pin_memory)
         if pin_memory:
             raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
-        return empty(*arguments, **more)
+        return empty(*arguments, **options)
 
     monkeypatch.setattr(torch, "empty", refuse)
     host = Offload(CPU)
     host.pinned = True  # as on a card
     assert_a_stack(host)
     assert capsys.readouterr().err.count("memory cannot be pinned here") == 1
-    assert asked.count(True) == 1 and not host.pinned
+    assert pin_requests.count(True) == 1 and not host.pinned
 
 
 @pytest.mark.gpu
 def test_on_a_card_the_memory_is_given_back():
     device = torch.device("cuda")
     host = Offload(device)
-    before = torch.cuda.memory_allocated()
+    allocated_before = torch.cuda.memory_allocated()
     for i in range(8):
         x = torch.full((1 << 20,), float(i), device=device)
         host.put(x)
         del x
     torch.cuda.synchronize()
     torch.empty(1, device=device)  # the allocator looks for what other streams are done with
-    assert torch.cuda.memory_allocated() - before <= 4 << 20
+    assert torch.cuda.memory_allocated() - allocated_before <= 4 << 20
     for i in reversed(range(8)):
         assert (host.take() == i).all()

@@ -60,10 +60,10 @@ def test_every_row_has_its_tokens_at_their_positions():
 def test_what_rows_share_is_there_once():
     of_rows = [len(row) for row in ROWS]
     both = (len(SYSTEM + QUESTION) // GRANULE) * GRANULE
-    twice = len(ROWS[4]) // GRANULE * GRANULE
+    repeated_row = len(ROWS[4]) // GRANULE * GRANULE
     with_steps = len(ROWS[2]) // GRANULE * GRANULE
     # In sorted order each row adds what it does not share with one before it.
-    expected = sum(of_rows) - 2 * with_steps - both - len(SYSTEM) - twice
+    expected = sum(of_rows) - 2 * with_steps - both - len(SYSTEM) - repeated_row
     assert pack(ROWS).tokens.shape == (1, expected)
     assert pack([ROWS[6], ROWS[7]]).tokens.shape == (1, len(ROWS[6]) + 1)
 
@@ -80,8 +80,8 @@ def test_states_and_gradients_are_those_of_the_rows_by_themselves(model, recompu
     packed = pack(ROWS)
     hidden = model(packed.tokens, packed)[0]
     together = [hidden[places] for places in packed.places]
-    for states, own in zip(together, alone):
-        torch.testing.assert_close(states, own, rtol=1e-4, atol=1e-5)
+    for states, row_states in zip(together, alone):
+        torch.testing.assert_close(states, row_states, rtol=1e-4, atol=1e-5)
     sum((states * weight)[:-1].sum() for states, weight in zip(together, weights)).backward()
     for p, grad in zip(parameters, expected):
         assert grad.norm() > 0
@@ -106,39 +106,37 @@ def test_states_and_their_gradients_are_those_of_indexing():
     places = torch.tensor([3, 0, 3, 8, 3])
     assert torch.equal(states_at(hidden, places), hidden[0, places])
     weight = torch.randn(5, 5, dtype=torch.float64)
-    found, expected = (
+    grad, expected_grad = (
         torch.autograd.grad((states * weight).sum(), hidden)[0]
         for states in (states_at(hidden, places), hidden[0, places])
     )
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(grad, expected_grad)
 
 
 def test_gradients_of_states_are_the_same_to_the_bit_however_threads_run():
     threads = torch.get_num_threads()
-    hidden, places, weight = (
-        torch.randn(1, 400, 256, requires_grad=True),
-        torch.randint(400, (400,)),
-        torch.randn(400, 256),
-    )
+    hidden = torch.randn(1, 400, 256, requires_grad=True)
+    places = torch.randint(400, (400,))
+    weight = torch.randn(400, 256)
     torch.set_num_threads(4)  # more than most machines of tests have to itself
     try:
-        found = [torch.autograd.grad(states_at(hidden, places), hidden, weight)[0] for _ in range(100)]
+        grads = [torch.autograd.grad(states_at(hidden, places), hidden, weight)[0] for _ in range(100)]
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(grad, found[0]) for grad in found)
+    assert all(torch.equal(grad, grads[0]) for grad in grads)
 
 
-@pytest.mark.parametrize("most", [1, 3, 8])
+@pytest.mark.parametrize("max_rows", [1, 3, 8])
 @pytest.mark.parametrize("limit", [40, 100, 10_000])
-def test_groups_fill_their_packs_up_to_the_limit(limit, most):
-    found = pack_rows(ROWS, limit, most)
-    assert sorted(i for group in found for i in group) == list(range(len(ROWS)))
-    for group in found:
-        assert len(group) <= most
+def test_groups_fill_their_packs_up_to_the_limit(limit, max_rows):
+    groups = pack_rows(ROWS, limit, max_rows)
+    assert sorted(i for group in groups for i in group) == list(range(len(ROWS)))
+    for group in groups:
+        assert len(group) <= max_rows
         assert len(group) == 1 or pack([ROWS[i] for i in group]).tokens.shape[1] <= limit
     # Nothing is left that the group before had room for.
-    for group, (first, *_) in pairwise(found):
-        assert len(group) == most or pack([ROWS[i] for i in [*group, first]]).tokens.shape[1] > limit
+    for group, (first, *_) in pairwise(groups):
+        assert len(group) == max_rows or pack([ROWS[i] for i in [*group, first]]).tokens.shape[1] > limit
 
 
 def test_no_rows_make_no_groups():

@@ -28,7 +28,8 @@ def questions(shared) -> list[str]:
 def test_twenty_questions_are_answered_as_by_transformers(folder, questions):
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    ours, tokenizer = load_model(folder, torch.float32, "cpu"), Tokenizer.load(folder)
+    ours = load_model(folder, torch.float32, "cpu")
+    tokenizer = Tokenizer.load(folder)
     reference = transformers.AutoTokenizer.from_pretrained(folder)
     for question in questions:
         prompt = tokenizer.open_chat(question)
@@ -36,6 +37,6 @@ def test_twenty_questions_are_answered_as_by_transformers(folder, questions):
             [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False, enable_thinking=False
         )
         assert prompt == reference(text, add_special_tokens=False)["input_ids"]
-        found = compare(ours, theirs, tokenizer, prompt)
-        assert found.difference < 1e-4 * max(1, found.largest)
-        assert found.agreeing == found.written
+        comparison = compare(ours, theirs, tokenizer, prompt)
+        assert comparison.difference < 1e-4 * max(1, comparison.largest)
+        assert comparison.agreeing == comparison.written

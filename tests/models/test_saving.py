@@ -29,8 +29,8 @@ def test_a_merged_checkpoint_has_the_sources_files_and_the_published_names(small
         assert file.metadata() == {"format": "pt"}
         assert ("lm_head.weight" in file.keys()) != tied  # noqa: SIM118 (not a dictionary)
         assert "model.embed_tokens.weight" in file.keys()  # noqa: SIM118
-    again = load_model(out, torch.float32, "cpu")
-    assert torch.equal(again(torch.arange(9)[None]), model(torch.arange(9)[None]))
+    reloaded = load_model(out, torch.float32, "cpu")
+    assert torch.equal(reloaded(torch.arange(9)[None]), model(torch.arange(9)[None]))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "source"]
     with raises(R3LiteError, "output-exists"):
         save_merged(model, source, out)
@@ -54,7 +54,7 @@ def test_a_tensor_is_in_one_file_and_files_keep_their_limit(tmp_path):
     tensors = {name: torch.zeros(size, dtype=torch.uint8) for name, size in zip("abcde", (3, 2, 9, 1, 4), strict=True)}
     write_weights(tmp_path, tensors, 5)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text(encoding="utf-8"))
-    held = [read_tensors(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    shards = [read_tensors(path) for path in sorted(tmp_path.glob("*.safetensors"))]
     assert index["metadata"]["total_size"] == 19 and set(index["weight_map"]) == set("abcde")
-    assert sorted(name for file in held for name in file) == list("abcde")
-    assert all(sum(t.nbytes for t in file.values()) <= 5 or list(file) == ["c"] for file in held)
+    assert sorted(name for file in shards for name in file) == list("abcde")
+    assert all(sum(t.nbytes for t in file.values()) <= 5 or list(file) == ["c"] for file in shards)

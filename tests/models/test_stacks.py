@@ -19,11 +19,11 @@ def test_neighbours_are_one_view_and_others_a_copy():
     parts = stacked([(2, 3), (1, 3), (4, 3)], torch.float32, torch.device("cpu"))
     for i, part in enumerate(parts):
         part.fill_(i)
-    whole = side_by_side(parts)
-    assert whole[:, 0].tolist() == [0, 0, 1, 2, 2, 2, 2] and whole.data_ptr() == parts[0].data_ptr()
-    for others in ([parts[1], parts[0]], [parts[0], parts[2]], [parts[0], parts[1].clone()]):
-        copy = side_by_side(others)
-        assert torch.equal(copy, torch.cat(others)) and copy.data_ptr() != parts[0].data_ptr()
+    joined = side_by_side(parts)
+    assert joined[:, 0].tolist() == [0, 0, 1, 2, 2, 2, 2] and joined.data_ptr() == parts[0].data_ptr()
+    for scattered in ([parts[1], parts[0]], [parts[0], parts[2]], [parts[0], parts[1].clone()]):
+        copy = side_by_side(scattered)
+        assert torch.equal(copy, torch.cat(scattered)) and copy.data_ptr() != parts[0].data_ptr()
     assert side_by_side([parts[1]]) is parts[1]
 
 
@@ -70,15 +70,18 @@ def test_a_stack_gives_what_its_layers_give(small_model, write_folder, tmp_path,
             parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     x, upstream = (torch.randn(5, n, generator=torch.Generator().manual_seed(n)) for n in (128, 128 + 2 * 64))
     layers = [attention.q_proj, attention.k_proj, attention.v_proj]
-    ours, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
-    expected, weights = [], []
+    ours = x.clone().requires_grad_()
+    plain = x.clone().requires_grad_()
+    expected = []
+    weights = []
     for layer in layers:
         base = getattr(layer, "base", layer)
         dense = dequantize([base.weight], torch.float32) if isinstance(base, Nf4Linear) else base.weight
         out = F.linear(plain, dense, base.bias)
         if base is not layer:
             pair = [side["a"].detach().clone().requires_grad_() for side in (layer.lora_A, layer.lora_B)]
-            out, weights = out + 2 * plain @ pair[0].t() @ pair[1].t(), [*weights, *pair]
+            out = out + 2 * plain @ pair[0].t() @ pair[1].t()
+            weights = [*weights, *pair]
         expected.append(out)
     torch.cat(expected, dim=-1).backward(upstream)
     with lora.use_adapter(model, "a" if targets else None):
@@ -88,8 +91,8 @@ def test_a_stack_gives_what_its_layers_give(small_model, write_folder, tmp_path,
     out.backward(upstream)
     assert torch.allclose(out, torch.cat(expected, dim=-1), atol=1e-5)
     assert torch.allclose(ours.grad, plain.grad, atol=1e-5)
-    found = [side["a"].grad for layer in layers if hasattr(layer, "base") for side in (layer.lora_A, layer.lora_B)]
-    assert len(found) == len(weights) and all(torch.allclose(a, w.grad, atol=1e-5) for a, w in zip(found, weights))
+    grads = [side["a"].grad for layer in layers if hasattr(layer, "base") for side in (layer.lora_A, layer.lora_B)]
+    assert len(grads) == len(weights) and all(torch.allclose(a, w.grad, atol=1e-5) for a, w in zip(grads, weights))
 
 
 @pytest.mark.parametrize("rows", [(256, 64, 64), (40, 8, 8)])

@@ -32,8 +32,8 @@ def folder(request, small_model, write_folder, tmp_path):
         return write_folder(small_model(**SIZES, **switches(4)), tmp_path / "model", **in_file(4))
     changes = {"num_hidden_layers": 5 if request.param == "odd" else 4, "tie_word_embeddings": request.param == "tied"}
     changes |= {"qk_norm": True, "qkv_bias": False} if request.param == "heads normalized" else {}
-    more = {"model_type": "qwen3"} if request.param == "heads normalized" else {}
-    return write_folder(small_model(**SIZES, **changes), tmp_path / "model", **more)
+    config_extras = {"model_type": "qwen3"} if request.param == "heads normalized" else {}
+    return write_folder(small_model(**SIZES, **changes), tmp_path / "model", **config_extras)
 
 
 def loaded(folder, quantize: bool, streamed: bool, device: str = "cpu"):
@@ -73,15 +73,19 @@ def decoded(model) -> list[torch.Tensor]:
 def test_streaming_changes_no_bit(folder, quantize, work):
     ours, theirs = (work(loaded(folder, quantize, streamed)) for streamed in (True, False))
     assert len(ours) == len(theirs) > 3
-    assert all(torch.equal(one, other) and one.abs().sum() > 0 for one, other in zip(ours, theirs, strict=True))
+    assert all(
+        torch.equal(streamed_tensor, plain_tensor) and streamed_tensor.abs().sum() > 0
+        for streamed_tensor, plain_tensor in zip(ours, theirs, strict=True)
+    )
 
 
 def test_nf4_weights_are_kept_whole_while_they_are_on_the_host(folder, tmp_path):
     """A cache is written before two layers take turns: then every layer has its own numbers."""
     model = load_model(folder, torch.float32, "cpu", True, True)
     save_nf4(model, folder, tmp_path / "kept")
-    kept, plain = load_model(tmp_path / "kept", torch.float32, "cpu"), load_model(folder, torch.float32, "cpu", True)
-    assert all(torch.equal(t, kept.state_dict()[name]) for name, t in plain.state_dict().items())
+    reloaded = load_model(tmp_path / "kept", torch.float32, "cpu")
+    plain = load_model(folder, torch.float32, "cpu", True)
+    assert all(torch.equal(t, reloaded.state_dict()[name]) for name, t in plain.state_dict().items())
 
 
 def test_the_count_of_live_tensors_tells_the_devices_part_from_the_hosts(folder):
@@ -104,9 +108,10 @@ def test_the_count_of_live_tensors_tells_the_devices_part_from_the_hosts(folder)
 @pytest.fixture
 def copies(monkeypatch) -> list[int]:
     """The layers that are copied, in order."""
-    found, copy = [], LayerStream._copy
-    monkeypatch.setattr(LayerStream, "_copy", lambda self, layer: (found.append(layer), copy(self, layer))[1])
-    return found
+    layers = []
+    copy = LayerStream._copy
+    monkeypatch.setattr(LayerStream, "_copy", lambda self, layer: (layers.append(layer), copy(self, layer))[1])
+    return layers
 
 
 def test_no_layer_is_copied_twice_in_a_pass(small_model, write_folder, tmp_path, copies):
@@ -134,8 +139,9 @@ def test_a_layer_is_copied_while_the_one_before_it_computes(folder, work, monkey
     nor is a place written that may still be read: the simulated card raises Unordered.
     """
     copies: list[tuple[int, int]] = []  # layer, and how much work of the computing stream comes before its copy
-    begun: list[tuple[int, int]] = []  # likewise before a layer computes
-    copy, enter = LayerStream._copy, LayerStream.enter
+    starts: list[tuple[int, int]] = []  # likewise before a layer computes
+    copy = LayerStream._copy
+    enter = LayerStream.enter
     with torch.backends.mkldnn.flags(enabled=False), SimulatedCuda() as card:
         main = card.stream
 
@@ -143,20 +149,20 @@ def test_a_layer_is_copied_while_the_one_before_it_computes(folder, work, monkey
             copy(self, layer)
             copies.append((layer, self.stream.done[main]))
 
-        def seen_enter(self, layer, then):
-            enter(self, layer, then)
-            begun.append((layer, main.done[main]))
+        def seen_enter(self, layer, next_layer):
+            enter(self, layer, next_layer)
+            starts.append((layer, main.done[main]))
 
         monkeypatch.setattr(LayerStream, "_copy", seen_copy)
         monkeypatch.setattr(LayerStream, "enter", seen_enter)
         model = loaded(folder, True, True, "cuda")
-        before = card.so_far()
+        counts_before = card.so_far()
         work(model)
-        waits = (card.so_far() - before).waits
+        waits = (card.so_far() - counts_before).waits
     assert not waits  # whoever reads a result waits for it, nothing else
     last = len(model.model.layers) - 1
-    computes = dict.fromkeys(begun)
+    computes = dict.fromkeys(starts)
     for layer, work_before in copies[1:]:  # the very first layer has none before it
-        during = [other for other, place in computes if place == work_before]
+        during = [running for running, place in computes if place == work_before]
         hidden = during and during[0] in (layer - 1, layer + 1, last)
         assert hidden or (layer == 0 and last % 2 == 0), (layer, during)  # an odd number: first and last share a place

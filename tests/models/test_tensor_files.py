@@ -44,13 +44,14 @@ def test_a_full_disk_is_an_error_of_the_system_that_names_the_file(tmp_path, mon
 
 def test_the_same_tensors_and_metadata_are_the_same_bytes(tmp_path):
     """Safetensors writes metadata in random order: with three keys, 20 files of one adapter were several."""
-    tensors, path = {"b": torch.ones(3), "a": torch.zeros(2, 2)}, tmp_path / "a.safetensors"
+    tensors = {"b": torch.ones(3), "a": torch.zeros(2, 2)}
+    path = tmp_path / "a.safetensors"
     metadata = {"z": 'of "ü"\n', "base": "x"}
-    written = set()
+    contents = set()
     for _ in range(20):
         write_tensors(path, tensors, metadata)
-        written.add(path.read_bytes())
-    assert len(written) == 1
+        contents.add(path.read_bytes())
+    assert len(contents) == 1
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"format": "pt", **metadata}
     assert read_tensors(path).keys() == {"a", "b"}

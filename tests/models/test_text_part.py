@@ -51,7 +51,7 @@ def folder(request, tmp_path_factory):
     return path
 
 
-def whole(folder):
+def image_text_model(folder):
     model = transformers.AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     return model.eval()
 
@@ -64,7 +64,7 @@ def difference(ours, theirs) -> float:
 def test_logits_are_those_of_the_whole_model_and_the_vision_is_said_to_be_left_out(folder, capsys):
     ours = load_model(folder, torch.float32, "cpu")
     assert "without the model's vision" in capsys.readouterr().err
-    assert difference(ours, whole(folder)) < 1e-4
+    assert difference(ours, image_text_model(folder)) < 1e-4
     assert fingerprint(folder)
 
 
@@ -76,13 +76,13 @@ def test_adapters_fit_peft_both_ways(folder, tmp_path):
         parameter.data.normal_(0, 0.05, generator=torch.Generator().manual_seed(1))
     set_adapter(ours, "a")
     save_adapter(ours, "a", tmp_path / "ours", str(folder))
-    theirs = peft.PeftModel.from_pretrained(whole(folder), tmp_path / "ours")
+    theirs = peft.PeftModel.from_pretrained(image_text_model(folder), tmp_path / "ours")
     assert difference(ours, theirs) < 1e-4
     theirs.save_pretrained(tmp_path / "theirs")
-    again = load_model(folder, torch.float32, "cpu")
-    load_adapter(again, "b", tmp_path / "theirs", trainable=False)
-    set_adapter(again, "b")
-    assert difference(again, theirs) < 1e-4
+    reloaded = load_model(folder, torch.float32, "cpu")
+    load_adapter(reloaded, "b", tmp_path / "theirs", trainable=False)
+    set_adapter(reloaded, "b")
+    assert difference(reloaded, theirs) < 1e-4
 
 
 def test_an_export_is_a_model_of_text_alone(folder, tmp_path):

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3lite.core.errors import R3LiteError
+from r3lite.devices.live_tensors import LiveTensors
 from r3lite.models import nf4, tensor_files, weights
 from r3lite.models.config_file import read_config
 from r3lite.models.lora import adapter_parameters, add_adapter, use_adapter
@@ -87,11 +87,11 @@ def add_head(folder, head):
 
 def test_a_head_that_equals_a_tied_embedding_is_the_embedding(small_model, write_folder, tmp_path):
     folder = write_folder(small_model(), tmp_path)
-    before = fingerprint(folder)
+    fingerprint_before = fingerprint(folder)
     add_head(folder, torch.Tensor.double)  # in another type
     model = load_model(folder, torch.float32, "cpu")
     assert model.head_weight is model.model.embed_tokens.weight
-    assert model_config(folder).tie_word_embeddings and fingerprint(folder) == before
+    assert model_config(folder).tie_word_embeddings and fingerprint(folder) == fingerprint_before
 
 
 def test_a_head_that_differs_from_a_tied_embedding_is_used(small_model, write_folder, tmp_path, monkeypatch):
@@ -99,7 +99,7 @@ def test_a_head_that_differs_from_a_tied_embedding_is_used(small_model, write_fo
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(weights, "COMPARED_ROWS", 50)
     folder = write_folder(small_model(intermediate_size=128), tmp_path / "source")
-    before = fingerprint(folder)
+    fingerprint_before = fingerprint(folder)
 
     def last_row_differs(embedding):
         embedding[-1] += 1
@@ -110,40 +110,15 @@ def test_a_head_that_differs_from_a_tied_embedding_is_used(small_model, write_fo
     expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(ids).logits
     model = load_model(folder, torch.float32, "cpu")
     assert (model.logits(model(ids)) - expected).abs().max() < 1e-4
-    assert not model.config.tie_word_embeddings and fingerprint(folder) != before
+    assert not model.config.tie_word_embeddings and fingerprint(folder) != fingerprint_before
     save_merged(model, folder, tmp_path / "merged")
     save_nf4(load_model(folder, torch.float32, "cpu", quantize=True), folder, tmp_path / "nf4")
-    for written in (tmp_path / "merged", tmp_path / "nf4"):
-        assert not read_config(written).tie_word_embeddings and fingerprint(written) == fingerprint(folder)
-        assert torch.equal(load_model(written, torch.float32, "cpu").head_weight, model.head_weight)
+    for exported in (tmp_path / "merged", tmp_path / "nf4"):
+        assert not read_config(exported).tie_word_embeddings and fingerprint(exported) == fingerprint(folder)
+        assert torch.equal(load_model(exported, torch.float32, "cpu").head_weight, model.head_weight)
     (expected,) = expected.unbind()
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert (merged(ids).logits[0] - expected).abs().max() < 1e-4
-
-
-class LivePeak(TorchDispatchMode):
-    """The greatest number of bytes that tensors made within it took at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak, self.known = 0, 0, {}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:
-                continue
-            storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in self.known:
-                self.known[key] = storage.nbytes()
-                self.live += storage.nbytes()
-                self.peak = max(self.peak, self.live)
-                weakref.finalize(storage, self.free, key)
-        return out
-
-    def free(self, key):
-        self.live -= self.known.pop(key)
 
 
 def test_loading_holds_one_tensor_beside_the_weights(small_model, write_folder, tmp_path, monkeypatch):
@@ -167,7 +142,7 @@ def test_loading_holds_one_tensor_beside_the_weights(small_model, write_folder, 
                 return tensor
 
         monkeypatch.setattr(tensor_files, "safe_open", lambda *arguments, **options: Watched())
-        with LivePeak() as memory:
+        with LiveTensors() as memory:
             loaded = load_model(folder, torch.float32, "cpu")
     assert len(alive) == len(sizes) and max(alive) == 1
     assert sum(sizes) <= memory.peak <= sum(sizes) + 2 * max(sizes)
@@ -180,7 +155,7 @@ def test_quantized_loading_holds_one_tensor_beside_the_weights(small_model, writ
     model = small_model(vocab_size=2000, hidden_size=256, intermediate_size=512, num_hidden_layers=4)
     folder = write_folder(model.bfloat16(), tmp_path)
     del model
-    with LivePeak() as memory:
+    with LiveTensors() as memory:
         loaded = load_model(folder, torch.bfloat16, "cpu", quantize=True)
     result = sum(t.numel() * t.element_size() for t in loaded.state_dict().values())
     assert result <= memory.peak <= result + 2 * 512 * 256 + 32 * nf4.TILE  # one linear, a tile's temporaries
@@ -190,10 +165,10 @@ def test_loaded_weights_do_not_hang_on_the_file(small_model, write_folder, tmp_p
     """A view of the mapped file would change, or crash the process, when the file is written again."""
     folder = write_folder(small_model(), tmp_path)
     model = load_model(folder, torch.float32, "cpu")
-    before = model.model.norm.weight.clone()
+    norm_before = model.model.norm.weight.clone()
     size = (folder / "model.safetensors").stat().st_size
     (folder / "model.safetensors").write_bytes(b"\0" * size)
-    assert torch.equal(model.model.norm.weight, before)
+    assert torch.equal(model.model.norm.weight, norm_before)
 
 
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -296,15 +271,16 @@ def test_offline_says_what_to_put_where(tmp_path):
 
 
 def test_the_bare_base_is_untouched_by_an_adapter(small_model):
-    model, ids = small_model(), torch.arange(9)[None]
-    before = model(ids)
+    model = small_model()
+    ids = torch.arange(9)[None]
+    base_states = model(ids)
     add_adapter(model, "policy", 4, 8)
     for parameter in adapter_parameters(model, "policy").values():
         torch.nn.init.normal_(parameter)
-    assert torch.equal(model(ids), before)
+    assert torch.equal(model(ids), base_states)
     with use_adapter(model, "policy"):
-        assert not torch.allclose(model(ids), before)
-    assert torch.equal(model(ids), before)
+        assert not torch.allclose(model(ids), base_states)
+    assert torch.equal(model(ids), base_states)
 
 
 def test_loading_imports_no_compiler():

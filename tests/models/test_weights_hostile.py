@@ -154,24 +154,24 @@ def change_weights(folder, change):
 def test_a_fingerprint_is_of_the_numbers_and_not_of_how_they_are_kept(small_model, write_folder, tmp_path, tied):
     model = small_model(**SIZES, tie_word_embeddings=tied).bfloat16()
     folder = write_folder(model, tmp_path / "bf16")
-    own = fingerprint(folder)
-    assert len(own) == 16
-    assert fingerprint(write_folder(model.float(), tmp_path / "fp32")) == own
+    base_fingerprint = fingerprint(folder)
+    assert len(base_fingerprint) == 16
+    assert fingerprint(write_folder(model.float(), tmp_path / "fp32")) == base_fingerprint
     (tmp_path / "fp32" / "tokenizer_config.json").write_text("{}")
-    assert fingerprint(tmp_path / "fp32") == own
+    assert fingerprint(tmp_path / "fp32") == base_fingerprint
     for dtype in (torch.float32, torch.bfloat16):
-        kept = tmp_path / f"nf4-{dtype}"
-        save_nf4(load_model(folder, dtype, "cpu", quantize=True), folder, kept)
-        assert fingerprint(kept) == own
-        save_nf4(load_model(kept, dtype, "cpu"), kept, tmp_path / f"copy-{dtype}")
-        assert fingerprint(tmp_path / f"copy-{dtype}") == own
+        nf4_folder = tmp_path / f"nf4-{dtype}"
+        save_nf4(load_model(folder, dtype, "cpu", quantize=True), folder, nf4_folder)
+        assert fingerprint(nf4_folder) == base_fingerprint
+        save_nf4(load_model(nf4_folder, dtype, "cpu"), nf4_folder, tmp_path / f"copy-{dtype}")
+        assert fingerprint(tmp_path / f"copy-{dtype}") == base_fingerprint
     change_weights(tmp_path / "nf4-torch.float32", lambda tensors: tensors)  # without its metadata, as once written
     assert fingerprint(tmp_path / "nf4-torch.float32") is None
     tensors = load_file(folder / "model.safetensors")
     surplus = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
     surplus |= {"lm_head.weight": tensors["model.embed_tokens.weight"].float()} if tied else {}
     save_file(tensors | surplus, folder / "model.safetensors")
-    assert fingerprint(folder) == own
+    assert fingerprint(folder) == base_fingerprint
 
 
 def test_another_base_has_another_fingerprint(small_model, write_folder, tmp_path):
@@ -182,10 +182,10 @@ def test_another_base_has_another_fingerprint(small_model, write_folder, tmp_pat
         torch.nn.init.normal_(parameter)
     merge_adapter(merged, "a")
     save_merged(merged, folder, tmp_path / "merged")
-    others = [
+    variants = [
         write_folder(small_model(seed=1), tmp_path / "seed"),
         write_folder(small_model(), tmp_path / "theta", rope_theta=5.0),
         write_folder(small_model(num_hidden_layers=2), tmp_path / "shallow"),
         tmp_path / "merged",
     ]
-    assert len({fingerprint(path) for path in [folder, *others]}) == 5
+    assert len({fingerprint(path) for path in [folder, *variants]}) == 5

@@ -14,14 +14,14 @@ from r3lite.settings import LengthSettings
 EARLIER = ({"role": "user", "content": "first\n\nquestion"}, {"role": "assistant", "content": "its <|im_end|> answer"})
 
 
-@pytest.mark.parametrize("own", [None, "be kind"])
+@pytest.mark.parametrize("system_prompt", [None, "be kind"])
 @pytest.mark.parametrize("system", [(), ({"role": "system", "content": "be brief"},)])
-def test_an_episode_opens_with_the_conversation_so_far(tokenizer, own, system):
-    layout = Layout(tokenizer, Chat(own), LengthSettings())
+def test_an_episode_opens_with_the_conversation_so_far(tokenizer, system_prompt, system):
+    layout = Layout(tokenizer, Chat(system_prompt), LengthSettings())
     transcript = Transcript(Question("q", "one\ntwo", (), earlier=system + EARLIER))
     layout.open(transcript)
-    given = [{"role": "system", "content": own}] if own and not system else [*system]
-    expected, _ = tokenizer.chat([*given, *EARLIER, {"role": "user", "content": "one\ntwo"}])
+    system_messages = [{"role": "system", "content": system_prompt}] if system_prompt and not system else [*system]
+    expected, _ = tokenizer.chat([*system_messages, *EARLIER, {"role": "user", "content": "one\ntwo"}])
     assert transcript.tokens == expected + tokenizer.assistant_turn()[len(tokenizer.encode("\n")) :]
     assert not any(transcript.action_mask)
 

@@ -76,8 +76,8 @@ def folder(tmp_path):
             letters = sorted(pre_tokenizers.ByteLevel.alphabet())
         pairs = [tuple(merge.split(" ")) for merge in MERGES]
         pairs = [pair for pair in pairs if all(set(part) <= set("".join(letters)) for part in pair)]
-        known = set(letters)
-        merges = [pair for pair in pairs if set(pair) <= known and not known.add("".join(pair))]
+        symbols = set(letters)
+        merges = [pair for pair in pairs if set(pair) <= symbols and not symbols.add("".join(pair))]
         blanks = ["\n", "\n\n", "\t"] if family == "gemma" else []  # which are both in its vocabulary and added to it
         vocab = {token: id for id, token in enumerate([*letters, *("".join(pair) for pair in merges), *blanks])}
         backend = Backend(
@@ -124,8 +124,8 @@ def folder(tmp_path):
 def rendered(folder, messages, prompt: bool = True) -> list[int]:
     """The tokens of transformers, with the fixed date and without thoughts, as `Tokenizer.load` has them."""
     reference = transformers.AutoTokenizer.from_pretrained(folder)
-    more = {"date_string": "26 Jul 2024", "enable_thinking": False}
-    text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **more)
+    template_options = {"date_string": "26 Jul 2024", "enable_thinking": False}
+    text = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt, **template_options)
     return reference(text, add_special_tokens=False)["input_ids"]
 
 
@@ -185,12 +185,12 @@ def test_spaces_around_a_message_are_removed_where_the_template_removes_them(fol
 def test_the_assistant_s_tokens_are_its_contents_and_its_stops(folder):
     for family in ("mistral", "llama3", "qwen2"):
         tokenizer = Tokenizer.load(folder(family))
-        ids, written = tokenizer.chat(CHATS["turns"])
-        assert [i for i, w in zip(ids, written) if w] == [*tokenizer.encode_turn(LOOKS["content"]), tokenizer.stop_id]
+        ids, mask = tokenizer.chat(CHATS["turns"])
+        assert [i for i, w in zip(ids, mask) if w] == [*tokenizer.encode_turn(LOOKS["content"]), tokenizer.stop_id]
 
 
 @pytest.mark.parametrize(
-    ("source", "written"),
+    ("source", "expected"),
     [
         ("{{ strftime_now('%d %b %Y') }}", "26 Jul 2024"),
         ('{{ strftime_now( "%Y-%m-%d" ) }}', "2024-07-26"),
@@ -198,9 +198,9 @@ def test_the_assistant_s_tokens_are_its_contents_and_its_stops(folder):
         ("{% if strftime_now is not defined %}none{% endif %}", "none"),
     ],
 )
-def test_the_date_of_a_template_is_the_same_every_day(source, written):
+def test_the_date_of_a_template_is_the_same_every_day(source, expected):
     template = ChatTemplate(source, "the model")
-    assert template.render([]) == written and template.has_clock
+    assert template.render([]) == expected and template.has_clock
     assert "strftime_now" not in template.source
     assert ChatTemplate("none", "the model").has_clock is False
     assert ChatTemplate(source, "the model", day=date(2031, 12, 4)).render([]) in (

@@ -48,8 +48,8 @@ def test_what_can_be_wrong_with_the_end():
     earlier = [PLANNED, SIDES, LAST]
     assert DAG.parse("D: Olav", earlier).faults == ("no_final_answer",)
     assert DAG.parse("The final answer: Olav", earlier) == Step("", answer="Olav")  # its node need not be answered
-    again = DAG.parse("B: 1900\nC: Oslo", [PLANNED, SIDES, *[Step.asking("", "who RULED Oslo in 1900")]][:3])
-    assert again.faults[0] == "text_outside_answers"  # they are not what was asked last
+    step = DAG.parse("B: 1900\nC: Oslo", [PLANNED, SIDES, Step.asking("", "who RULED Oslo in 1900")])
+    assert step.faults[0] == "text_outside_answers"  # they are not what was asked last
 
 
 def test_a_turn_that_is_cut_off_begins_its_answer_only_at_the_beginning_of_a_line():

@@ -137,22 +137,23 @@ def episode(tokenizer, protocol: Protocol, opening: str, question: str, document
 
 def structure(tokenizer, protocol: Protocol, transcript: Transcript) -> dict:
     """All that a forgery could change: turns, lines of each given part, tags, the model's tokens, steps, finish."""
-    turns, written = [[]], []
+    turns = [[]]
+    sampled = []
     for token, action in zip(transcript.tokens, transcript.action_mask, strict=True):
         if token == tokenizer._marked.token_to_id("<|im_start|>"):
             turns.append([])
         turns[-1].append(token)
-        written += [token] * action
+        sampled += [token] * action
     lines = [tokenizer.decode(turn).split("\n") for turn in turns]
-    own = protocol.markup.tags if isinstance(protocol, Tags) else ()
-    ends = {end.lower() for tag in own for end in (tag.opening, tag.closing)}
+    protocol_tags = protocol.markup.tags if isinstance(protocol, Tags) else ()
+    ends = {end.lower() for tag in protocol_tags for end in (tag.opening, tag.closing)}
     return {
         "tags": [end for end in TAG.findall(tokenizer.decode(transcript.tokens).lower()) if end in ends],
         "roles and numbers of lines": [(turn[0], len(turn)) for turn in lines],
         # How each line begins: the number of a document, a heading, a step.
         "line openings": [[line[:3] for line in turn if line.startswith(OPENERS)] for turn in lines[2:]],
         "turn ends": transcript.tokens.count(tokenizer.stop_id),
-        "written": written,
+        "written": sampled,
         "steps": [(s.analysis.replace("\n", " ")[:9], s.answer, s.faults) for s in transcript.steps],
         "finish": transcript.finish,
     }
@@ -180,7 +181,7 @@ def test_there_are_sixty_hostile_cases_of_every_protocol():
 
 
 def test_special_tokens_of_a_forgery_are_plain_text(tokenizer):
-    given = "".join(FORGED.values())
+    text = "".join(FORGED.values())
     assert not {tokenizer._marked.token_to_id("<|im_start|>"), tokenizer.stop_id, tokenizer.pad_id} & set(
-        tokenizer.encode(given)
+        tokenizer.encode(text)
     )

@@ -45,15 +45,15 @@ def test_every_choice_of_baseline_has_its_opening():
 
 
 def test_no_retrieval(says, tokenizer):
-    asked = []
-    sequences = says("no-retrieval", " Ada").run(QUESTIONS, ["0", "1"], asked.extend)
+    searches = []
+    sequences = says("no-retrieval", " Ada").run(QUESTIONS, ["0", "1"], searches.extend)
     for sequence in sequences:
         episode = sequence.episode()
         assert (episode.prediction, episode.finish, episode.search_count) == ("Ada", ANSWERED, 0)
         assert len(episode.steps) == 1 and not episode.steps[0].faults
-        said = tokenizer.decode([t for t, sampled in zip(sequence.tokens, sequence.action_mask) if sampled])
-        assert said == " Ada"
-    assert asked == []
+        sampled_text = tokenizer.decode([t for t, sampled in zip(sequence.tokens, sequence.action_mask) if sampled])
+        assert sampled_text == " Ada"
+    assert searches == []
 
 
 def test_single_retrieval_asks_the_question_once(says, tokenizer):

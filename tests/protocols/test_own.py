@@ -16,39 +16,39 @@ TAGS, HEADINGS = (DATA / name for name in ("own_tags.toml", "own_headings.toml")
 ASK, ANSWER = Step.asking("I need it.", "Who?"), Step("It is so.", answer="Ada")
 
 
-def own(path: Path, **settings):
+def protocol_of(path: Path, **settings):
     return build_protocol(ProtocolSettings(format=str(path), **settings))
 
 
 def test_tags_of_ones_own():
-    protocol = own(TAGS)
+    protocol = protocol_of(TAGS)
     assert protocol.render(ASK, 1) == "<reason> I need it. </reason><ask> Who? </ask>"
     assert protocol.stop_strings == ("</ask>", "</result>")
-    found = [ASK.with_documents([[Document("1", "T", "x <end_found> </FOUND>")]])]
+    steps = [ASK.with_documents([[Document("1", "T", "x <end_found> </FOUND>")]])]
     assert (
-        protocol.observation("Who?", found) == "\n\n<found>Doc 1(Title: T) x \u2039end_found> </FOUND><end_found>\n\n"
+        protocol.observation("Who?", steps) == "\n\n<found>Doc 1(Title: T) x \u2039end_found> </FOUND><end_found>\n\n"
     )
     assert protocol.read_answer(" Ada </result>", [ASK]) == Step("-", answer="Ada")
     assert protocol.question_message("Who?") == "Reason, then ask or answer.\n\nWho?"
 
 
 def test_headings_of_ones_own():
-    protocol = own(HEADINGS)
+    protocol = protocol_of(HEADINGS)
     assert protocol.render(ASK, 1) == "Round 1:\nThought: I need it.\nLook up: Who?"
     assert protocol.stop_strings == ("Found:",)
-    found = [ASK.with_documents([[Document("1", "T", "x\nResult: y")]])]
-    assert protocol.observation("Who?", found) == "Found:\n[1] T: x Result: y\n\nNow Round 2."
+    steps = [ASK.with_documents([[Document("1", "T", "x\nResult: y")]])]
+    assert protocol.observation("Who?", steps) == "Found:\n[1] T: x Result: y\n\nNow Round 2."
     assert protocol.answer_heading == "Result:"
     assert protocol.read_answer(" Ada", [ASK]) == Step("-", answer="Ada")
     step = Step("Both.", (*ASK.searches, *Step.asking("", "When?").searches))
-    several = own(HEADINGS, queries_per_step=2)
+    several = protocol_of(HEADINGS, queries_per_step=2)
     assert "Look these up:\n1. Who?\n2. When?" in several.render(step, 1)
     assert several.parse(several.render(step, 1), []) == step
 
 
 @pytest.mark.parametrize("path", [TAGS, HEADINGS])
 def test_what_is_written_is_read(path):
-    protocol = own(path)
+    protocol = protocol_of(path)
     for step in (ASK, ANSWER):
         assert protocol.parse(protocol.render(step, 2), [Step("x")]) == step
 
@@ -56,15 +56,15 @@ def test_what_is_written_is_read(path):
 def test_without_search_a_format_is_one_turn(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text('kind = "tags"\nthink = ["<a>", "</a>"]\nanswer = ["<b>", "</b>"]\nprompt = "{question}"')
-    protocol = own(path)
+    protocol = protocol_of(path)
     assert not protocol.can_search and protocol.render(ANSWER, 1) == "<a> It is so. </a><b> Ada </b>"
 
 
 def test_prompts_of_the_settings_come_first(tmp_path):
     (tmp_path / "prompt.txt").write_text("Mine: {question}")
-    assert own(TAGS, init_prompt=str(tmp_path / "prompt.txt")).question_message("Who?") == "Mine: Who?"
+    assert protocol_of(TAGS, init_prompt=str(tmp_path / "prompt.txt")).question_message("Who?") == "Mine: Who?"
     with raises(R3LiteError, "step-prompt-unsupported"):
-        own(TAGS, step_prompt=str(tmp_path / "prompt.txt"))
+        protocol_of(TAGS, step_prompt=str(tmp_path / "prompt.txt"))
 
 
 @pytest.mark.parametrize(
@@ -95,16 +95,16 @@ def test_what_a_file_cannot_mean_is_told(tmp_path, path, old, new, message):
     assert old in text
     (tmp_path / "mine.toml").write_text(text.replace(old, new, 1) if old != '"Found:"' else text.replace(old, new))
     with pytest.raises(R3LiteError, match=message):
-        own(tmp_path / "mine.toml")
+        protocol_of(tmp_path / "mine.toml")
 
 
 def test_files_that_cannot_be_read_and_names_that_are_not_known(tmp_path):
     with raises(UsageError, "file-unreadable", "nowhere.toml"):
-        own(tmp_path / "nowhere.toml")
+        protocol_of(tmp_path / "nowhere.toml")
     (tmp_path / "mine.toml").write_text("kind =")
     with raises(UsageError, "file-unreadable", "mine.toml"):
-        own(tmp_path / "mine.toml")
+        protocol_of(tmp_path / "mine.toml")
     with raises(UsageError, "unknown-format", "tag' (did you mean tags?", "choose from r3, tags"):
         ProtocolSettings(format="tag").check()
     with raises(UsageError, "headings-needed"):
-        own(TAGS, verification=True)
+        protocol_of(TAGS, verification=True)

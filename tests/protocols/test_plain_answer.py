@@ -31,11 +31,11 @@ def opened(tokenizer, baseline, documents=DOCUMENTS, system=None, **lengths) -> 
     return layout, transcript
 
 
-def asked(system: str, user: str) -> list[dict[str, str]]:
+def messages(system: str, user: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": system}, {"role": "user", "content": user}]
 
 
-def said(layout: Layout, transcript: Transcript, reply: str, ends: bool = True) -> Transcript:
+def with_reply(layout: Layout, transcript: Transcript, reply: str, ends: bool = True) -> Transcript:
     """The transcript after a reply, which the model ends itself, or the limit."""
     transcript.write(layout.tokenizer.encode(reply) + [layout.tokenizer.stop_id] * ends)
     layout.close_turn(transcript)
@@ -44,12 +44,12 @@ def said(layout: Layout, transcript: Transcript, reply: str, ends: bool = True) 
 
 @pytest.mark.parametrize("system", [None, "Be brief."])
 @pytest.mark.parametrize(
-    ("baseline", "usual", "user"),
+    ("baseline", "default_system", "user"),
     [("rag", WITH_DOCUMENTS, PROMPT), ("gold", WITH_DOCUMENTS, PROMPT), ("closed-book", WITHOUT, REQUEST)],
 )
-def test_a_prompt_is_that_of_transformers(qwen, reference, baseline, usual, user, system):
+def test_a_prompt_is_that_of_transformers(qwen, reference, baseline, default_system, user, system):
     _, transcript = opened(qwen, baseline, system=system)
-    assert transcript.tokens == rendered(reference, asked(system or usual, user), prompt=True)
+    assert transcript.tokens == rendered(reference, messages(system or default_system, user), prompt=True)
     assert not any(transcript.action_mask) and transcript.finish is None
 
 
@@ -60,14 +60,14 @@ def test_a_prompt_is_that_of_a_chat(tokenizer, baseline, system, user):
     """The same where the tokenizer of Qwen2.5 is not there."""
     _, transcript = opened(tokenizer, baseline)
     opened_turn = tokenizer.assistant_turn()[len(tokenizer.encode("\n")) :]
-    assert transcript.tokens == tokenizer.chat(asked(system, user))[0] + opened_turn
+    assert transcript.tokens == tokenizer.chat(messages(system, user))[0] + opened_turn
 
 
 def test_the_search_is_a_step_and_the_answer_another(tokenizer):
-    episode = said(*opened(tokenizer, "rag"), "Ada, 1843").episode()
+    episode = with_reply(*opened(tokenizer, "rag"), "Ada, 1843").episode()
     assert episode.steps == [Step.asking("", "Who wrote it, and when?", DOCUMENTS), Step(answer="Ada, 1843")]
     assert (episode.finish, episode.tokens_written) == (ANSWERED, len("Ada, 1843") + 1)
-    closed = said(*opened(tokenizer, "closed-book"), "Ada").episode()
+    closed = with_reply(*opened(tokenizer, "closed-book"), "Ada").episode()
     assert closed.steps == [Step(answer="Ada")] and closed.finish == ANSWERED
 
 
@@ -86,7 +86,7 @@ def test_the_search_is_a_step_and_the_answer_another(tokenizer):
 )
 def test_the_first_line_that_is_not_blank_is_the_answer(tokenizer, reply, ends, answer, faults, finish):
     layout, transcript = opened(tokenizer, "closed-book")
-    step = said(layout, transcript, reply, ends).steps[-1]
+    step = with_reply(layout, transcript, reply, ends).steps[-1]
     assert (step, transcript.finish) == (Step(answer=answer, faults=faults), finish)
     assert set(faults) <= layout.protocol.faults.keys()
 
@@ -95,10 +95,10 @@ def test_documents_are_cut_and_left_out_so_that_question_and_answer_have_room(to
     long = [Document(str(i), "T", f"{i}" * 400) for i in range(3)]
     _, transcript = opened(tokenizer, "rag", long, max_document_tokens=100)
     assert [len(d.text) for d in transcript.steps[0].documents] == [100] * 3
-    for limit, kept in ((500, [50] * 3), (400, [25] * 3), (300, [25])):
+    for limit, document_lengths in ((500, [50] * 3), (400, [25] * 3), (300, [25])):
         lengths = {"max_document_tokens": 100, "max_length": limit, "max_new_tokens": 40}
         _, transcript = opened(tokenizer, "rag", long, **lengths)
-        assert [len(d.text) for d in transcript.steps[0].documents] == kept
+        assert [len(d.text) for d in transcript.steps[0].documents] == document_lengths
         assert REQUEST in tokenizer.decode(transcript.tokens) and len(transcript.tokens) + 40 <= limit
         assert [*transcript.steps[0].documents] == transcript.episode().documents  # scored as they were shown
 

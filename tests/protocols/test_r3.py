@@ -207,8 +207,8 @@ def test_an_answer_is_verified_before_it_is_given():
         text.replace("[1] says so.", ""),
         "Step 1:\nThe problem analysis: It is A.\nThe final answer: A\nThe verification: [1] says so.",
     ):
-        found = CAREFUL.parse(bad, [])
-        assert (found.faults, found.answer) == (("no_verification",), "A")
+        unverified = CAREFUL.parse(bad, [])
+        assert (unverified.faults, unverified.answer) == (("no_verification",), "A")
     idle = CAREFUL.parse(text.replace("The final answer: A", "The retrieval query: where?"), [])
     assert (idle.faults, idle.queries) == (("idle_verification",), ("where?",))
     forced = CAREFUL.read_answer(" A", [Step.asking("x", "y")])

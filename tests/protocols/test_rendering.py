@@ -59,12 +59,12 @@ def test_a_template_that_needs_too_much_is_refused_by_the_name_of_its_file(need,
     monkeypatch.setattr(rendering, "SECONDS", 3.0)
     template, words = TOO_MUCH[need]
     folder = model(template)
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(R3LiteError, match=words) as caught:
         Tokenizer.load(folder)
     assert caught.value.code == "template-limit"
     assert caught.value.cause.startswith(f"{folder / 'chat_template.jinja'}: the chat template ")
-    assert time.monotonic() - begun < 60  # on a busy machine
+    assert time.monotonic() - start < 60  # on a busy machine
     assert Tokenizer.load(TINY).open_chat("Who?")  # by the same process, or a new one
 
 

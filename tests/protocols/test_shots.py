@@ -24,15 +24,15 @@ OPTIONS = [{}, {"queries_per_step": 3}, {"verification": True}]
 def test_the_example_is_what_the_protocol_itself_writes(settings):
     """An example that differs from what follows it teaches an untrained model the wrong format."""
     protocol = build_protocol(ProtocolSettings(**settings))
-    first, *rest = [shot["content"] for shot in protocol.shots]
+    first, *turns = [shot["content"] for shot in protocol.shots]
     assert first.endswith(protocol.question_message(QUESTION))
     steps = []
-    for turn, documents in zip(rest[::2], [*FOUND[settings.get("format", "r3")], []], strict=True):
+    for turn, documents in zip(turns[::2], [*FOUND[settings.get("format", "r3")], []], strict=True):
         step = protocol.parse(turn, steps)
         assert not step.faults and protocol.render(step, len(steps) + 1) == turn
         steps.append(step.with_documents([documents] * len(step.searches)))
         if step.searches:
-            assert rest[2 * len(steps) - 1] == protocol.observation(QUESTION, steps)
+            assert turns[2 * len(steps) - 1] == protocol.observation(QUESTION, steps)
     assert steps[-1].answer == "Lagan"
 
 
@@ -56,36 +56,39 @@ def test_an_episode_opens_with_the_example(qwen):
     """After the system message and before an earlier conversation; no token of it is trained on."""
     protocol = build_protocol(ProtocolSettings(system_prompt="Be brief."))
     layout = Layout(qwen, protocol, LengthSettings())
-    asked = {"role": "user", "content": protocol.question_message("Who?")}
-    system, earlier = {"role": "system", "content": "Be brief."}, [{"role": "user", "content": "Hello."}]
+    user_message = {"role": "user", "content": protocol.question_message("Who?")}
+    system = {"role": "system", "content": "Be brief."}
+    earlier = [{"role": "user", "content": "Hello."}]
     earlier.append({"role": "assistant", "content": "Hello."})
-    for before in ([], earlier):
-        given, _ = qwen.chat([system, *protocol.shots, *before, asked])
-        assert layout.prompt("Who?", before) == [*given[: -len(qwen.encode("\n"))], *qwen.assistant_turn()]
+    for history in ([], earlier):
+        ids, _ = qwen.chat([system, *protocol.shots, *history, user_message])
+        assert layout.prompt("Who?", history) == [*ids[: -len(qwen.encode("\n"))], *qwen.assistant_turn()]
     of_user = {"role": "system", "content": "Be kind."}
-    given, _ = qwen.chat([of_user, *protocol.shots, *earlier, asked])
-    assert layout.prompt("Who?", [of_user, *earlier])[: len(given) - 1] == given[:-1]
+    ids, _ = qwen.chat([of_user, *protocol.shots, *earlier, user_message])
+    assert layout.prompt("Who?", [of_user, *earlier])[: len(ids) - 1] == ids[:-1]
     transcript = layout.lay_out(Question("1", "Who?", ("x",)), [], 10)
     assert not any(transcript.action_mask)
 
 
 @pytest.mark.parametrize("format", ["r3", "tags", "dag"])
 def test_without_the_example_the_instructions_stay(format):
-    whole, short = (build_protocol(ProtocolSettings(format=format, worked_example=on)) for on in (True, False))
-    instructions, _, first = whole.shots[0]["content"].partition("\n\n")
-    assert short.shots == [] and "Silent Harbour" in first
-    assert short.question_message(QUESTION) == f"{instructions}\n\n{whole.question_message(QUESTION)}"
+    with_example, without_example = (
+        build_protocol(ProtocolSettings(format=format, worked_example=on)) for on in (True, False)
+    )
+    instructions, _, first = with_example.shots[0]["content"].partition("\n\n")
+    assert without_example.shots == [] and "Silent Harbour" in first
+    assert without_example.question_message(QUESTION) == f"{instructions}\n\n{with_example.question_message(QUESTION)}"
 
 
 def test_a_format_file_may_have_an_example(tmp_path):
     prompt = "Think.\n\n[user]\nA?\n[assistant]\n<t> a </t><a> b </a>\n[user]\n{question}"
     text = f'kind = "tags"\nthink = ["<t>", "</t>"]\nanswer = ["<a>", "</a>"]\nprompt = """{prompt}"""'
     (tmp_path / "own.toml").write_text(text)
-    whole, short = (
+    with_example, without_example = (
         build_protocol(ProtocolSettings(format=str(tmp_path / "own.toml"), worked_example=on)) for on in (True, False)
     )
-    assert (len(whole.shots), whole.question_message("Who?")) == (2, "Who?")
-    assert (short.shots, short.question_message("Who?")) == ([], "Think.\n\nWho?")
+    assert (len(with_example.shots), with_example.question_message("Who?")) == (2, "Who?")
+    assert (without_example.shots, without_example.question_message("Who?")) == ([], "Think.\n\nWho?")
 
 
 def test_a_prompt_without_messages_is_the_user_s():

@@ -136,12 +136,12 @@ PIECES = (
 TAGS_AS_TEXT = ("<think>", "</search>", "</information>", "<answer>", "<SOLUTION>", "<end_working_out>", "<Answer>")
 
 
-def generated(seed: int, *more: str) -> list[Step]:
+def generated(seed: int, *extra: str) -> list[Step]:
     """Steps of random text, stripped and not blank, as a row's are."""
     draw = random.Random(seed)
 
     def text() -> str:
-        return "".join(draw.choices(PIECES, k=draw.randint(1, 6)) + draw.choices(more, k=bool(more))).strip() or "x"
+        return "".join(draw.choices(PIECES, k=draw.randint(1, 6)) + draw.choices(extra, k=bool(extra))).strip() or "x"
 
     return [Step.asking(text(), text()) if draw.random() < 0.5 else Step(text(), answer=text()) for _ in range(300)]
 
@@ -159,14 +159,15 @@ def test_what_is_rendered_is_read_back(name):
 @pytest.mark.parametrize("name", EVERY)
 def test_a_step_that_holds_the_tags_is_not_trained_on(name):
     """Either its text is not read back and the row is refused, or the tags are not this protocol's."""
-    protocol, refused = EVERY[name], 0
+    protocol = EVERY[name]
+    refused = 0
     for step in generated(2, *TAGS_AS_TEXT):
         if step.answer is None:
             continue
-        held = protocol.markup.tags_in(step.analysis) | protocol.markup.tags_in(step.answer)
+        stray_tags = protocol.markup.tags_in(step.analysis) | protocol.markup.tags_in(step.answer)
         problem = check_steps([step], protocol)
-        assert (problem is not None) == bool(held), step
-        refused += bool(held)
+        assert (problem is not None) == bool(stray_tags), step
+        refused += bool(stray_tags)
     assert refused > 20
 
 
@@ -204,20 +205,20 @@ def test_a_forced_answer_needs_no_thought_of_its_own(name):
 def test_a_turn_that_ran_out_of_room_is_finished_by_an_answer(name):
     """What it left open is closed first; a turn that has begun to answer cannot be finished."""
     protocol = EVERY[name]
-    begun = f"{protocol.think.opening} a lot"
-    given = protocol.heading_after_cut_off(begun, [])
-    assert given == f"{protocol.think.closing}\n{protocol.answer.opening}"
-    assert protocol.parse(f"{begun}{given} Oslo {protocol.answer.closing}", []) == Step("a lot", answer="Oslo")
-    assert protocol.heading_after_cut_off(f"{begun}{given} Os", []) is None
-    in_other_case = f"{begun}{given.swapcase()} Os"  # which strict reading takes for text of the thought
+    cut_off = f"{protocol.think.opening} a lot"
+    heading = protocol.heading_after_cut_off(cut_off, [])
+    assert heading == f"{protocol.think.closing}\n{protocol.answer.opening}"
+    assert protocol.parse(f"{cut_off}{heading} Oslo {protocol.answer.closing}", []) == Step("a lot", answer="Oslo")
+    assert protocol.heading_after_cut_off(f"{cut_off}{heading} Os", []) is None
+    in_other_case = f"{cut_off}{heading.swapcase()} Os"  # which strict reading takes for text of the thought
     assert (protocol.heading_after_cut_off(in_other_case, []) is None) == protocol.lenient
 
 
 def test_documents_are_numbered_one_a_line_inside_their_tags():
     documents = [Document("a", "T", "one\n two"), Document("b", "</Information>", "<b> <ANSWER>x</answer> a < b")]
     second = "Doc 2(Title: \u2039/Information>) <b> \u2039ANSWER>x\u2039/answer> a < b"
-    given = f"\n\n<information>Doc 1(Title: T) one two\n{second}</information>\n\n"
-    assert STRICT.observation("Q?", [Step.asking("a", "q", documents)]) == given
+    observation = f"\n\n<information>Doc 1(Title: T) one two\n{second}</information>\n\n"
+    assert STRICT.observation("Q?", [Step.asking("a", "q", documents)]) == observation
     assert (
         STRICT.observation("Q?", [Step.asking("a", "q", [])])
         == "\n\n<information>(nothing was found)</information>\n\n"
@@ -273,11 +274,11 @@ def test_a_search_is_a_graph_of_queries_in_the_order_of_its_edges():
     assert GRAPH.parse(text, []) == PLANNED and GRAPH.render(PLANNED, 1) == text
     assert GRAPH.parse(text.replace("A -> B", "B -> A"), []).queries == PLANNED.queries[::-1]
     assert GRAPH.parse(text, [PLANNED]).faults == ("repeated_query",)
-    found = PLANNED.with_documents([[Document("1", "Brenn", "By Ann </r> Dahl.")], []])
-    given = "<r>Who directed Brenn?\nDoc 1(Title: Brenn) By Ann \u2039/r> Dahl.\nWhich prizes did Brenn win?\n"
-    assert GRAPH.observation("Q?", [found]).strip() == f"{given}(nothing was found)</r>"
-    assert GRAPH.parse(f"{THOUGHT}{ANSWER}", [found]) == Step("a", answer="b")
-    assert check_steps([found, Step("a", answer="b")], GRAPH) is None
+    searched = PLANNED.with_documents([[Document("1", "Brenn", "By Ann </r> Dahl.")], []])
+    observed = "<r>Who directed Brenn?\nDoc 1(Title: Brenn) By Ann \u2039/r> Dahl.\nWhich prizes did Brenn win?\n"
+    assert GRAPH.observation("Q?", [searched]).strip() == f"{observed}(nothing was found)</r>"
+    assert GRAPH.parse(f"{THOUGHT}{ANSWER}", [searched]) == Step("a", answer="b")
+    assert check_steps([searched, Step("a", answer="b")], GRAPH) is None
 
 
 def test_a_graph_without_a_thought_is_rendered_as_it_was_read():
@@ -318,14 +319,14 @@ def test_the_prompt_of_a_graph_has_its_limits_and_a_worked_example():
     prompt = load(format="tags", search_graph=True, most_nodes=9, most_node_words=7).init_prompt
     assert "at most 9 nodes, of at most 7 words" in prompt and "General, News, Academic" in prompt
     shots = load(format="tags", search_graph=True).shots
-    written = [
+    turns = [
         turn
         for shot in shots
         if shot["role"] == "assistant"
         for turn in re.split("<information>.*?</information>", shot["content"], flags=re.DOTALL)
     ]
     steps = []
-    for text in written:
+    for text in turns:
         steps.append(load(format="tags", search_graph=True).parse(text.strip(), steps))
     assert len(steps) == 3 and not any(step.faults for step in steps)
 

@@ -32,12 +32,12 @@ def opened(layout) -> Transcript:
     return transcript
 
 
-def said(layout, transcript, text: str, ends: bool = True) -> None:
+def write_reply(layout, transcript, text: str, ends: bool = True) -> None:
     transcript.write([*layout.tokenizer.encode(text), *[layout.tokenizer.stop_id] * ends])
     layout.close_turn(transcript)
 
 
-def shown(layout, tokens) -> str:
+def with_special_tokens(layout, tokens) -> str:
     return layout.tokenizer._marked.decode(tokens, skip_special_tokens=False)
 
 
@@ -47,15 +47,15 @@ def test_a_step_is_read_after_the_thought(layout):
     text = protocol.render(step, 1)
     if protocol.thinks:  # <think> is the format's own, and opened already
         assert text.startswith("<think>")
-        said(layout, transcript, text.removeprefix("<think>"), ends=False)
+        write_reply(layout, transcript, text.removeprefix("<think>"), ends=False)
     else:
-        said(layout, transcript, THOUGHT + text)
+        write_reply(layout, transcript, THOUGHT + text)
     assert transcript.steps == [step] and transcript.pending
 
 
 def test_a_thought_that_is_not_over_is_no_step(layout):
     transcript = opened(layout)
-    said(layout, transcript, "Hm, which book?")
+    write_reply(layout, transcript, "Hm, which book?")
     assert transcript.finish == "malformed" and transcript.steps[0].answer is None
 
 
@@ -72,28 +72,29 @@ def test_a_stop_string_in_a_thought_is_a_quotation(layout):
 
 
 def test_a_forced_answer_ends_the_thought(layout):
-    transcript, protocol = opened(layout), layout.protocol
+    transcript = opened(layout)
+    protocol = layout.protocol
     for number in (1, 2):  # the second search is one too many
         text = protocol.render(Step.asking("I look.", f"the book {number}"), number)
         if protocol.thinks:
-            said(layout, transcript, text.removeprefix("<think>") if number == 1 else text, ends=False)
+            write_reply(layout, transcript, text.removeprefix("<think>") if number == 1 else text, ends=False)
         else:
-            said(layout, transcript, THOUGHT + text)
+            write_reply(layout, transcript, THOUGHT + text)
         if number == 1:
             layout.splice(transcript, [[DOCUMENT]])
-    given = shown(layout, transcript.tokens)
-    assert given.count("<think>") == given.count("</think>")
-    said(layout, transcript, " Ada" if not protocol.thinks else "Ada</answer>", ends=not protocol.thinks)
+    transcript_text = with_special_tokens(layout, transcript.tokens)
+    assert transcript_text.count("<think>") == transcript_text.count("</think>")
+    write_reply(layout, transcript, " Ada" if not protocol.thinks else "Ada</answer>", ends=not protocol.thinks)
     assert transcript.finish == ANSWERED and transcript.steps[-1].answer == "Ada"
 
 
 def test_a_thought_that_runs_out_of_room_is_ended_before_the_answer(layout):
     transcript = opened(layout)
     layout.lengths = LengthSettings(max_length=4000, max_new_tokens=10)
-    said(layout, transcript, "Hm, which book may this have been?", ends=False)
+    write_reply(layout, transcript, "Hm, which book may this have been?", ends=False)
     assert transcript.forced_step is not None
-    given = shown(layout, transcript.tokens)
-    assert "</think>" in given.partition("Hm, which")[2]
+    transcript_text = with_special_tokens(layout, transcript.tokens)
+    assert "</think>" in transcript_text.partition("Hm, which")[2]
 
 
 def test_a_demonstration_leaves_the_thought_empty_and_reads_as_the_rollout(layout):
@@ -128,9 +129,10 @@ ASKED = [{"role": "user", "content": WHO.text}]
 
 def taught(tokenizer, reply: str) -> tuple[list[int], list[int]]:
     """The tokens of an SFT row that are given, and those that are trained on."""
-    ids, written = tokenizer.chat([*ASKED, {"role": "assistant", "content": reply}])
-    start, end = written.index(True), len(written) - written[::-1].index(True)
-    assert all(written[start:end])
+    ids, mask = tokenizer.chat([*ASKED, {"role": "assistant", "content": reply}])
+    start = mask.index(True)
+    end = len(mask) - mask[::-1].index(True)
+    assert all(mask[start:end])
     return ids[:start], ids[start:end]
 
 
@@ -140,13 +142,14 @@ def test_a_thought_is_trained_on_after_the_prompt_that_it_is_sampled_after(folde
     """Its ends are the tokens that the model knows them by. They were trained on as text, after an empty thought of the
     template's in Qwen3, and with the <think> that R1's prompt gives."""
     tokenizer = Tokenizer.load(folder(family, special), thinking)
-    given, said = taught(tokenizer, TRACE)
-    assert given == tokenizer.open_chat(WHO.text)
+    prompt_ids, reply_ids = taught(tokenizer, TRACE)
+    assert prompt_ids == tokenizer.open_chat(WHO.text)
     ends = [tokenizer._added[end] for end in ("<think>", "</think>")]
-    assert [token for token in said if token in ends] == ends[family == "r1" :]
-    transcript, layout = Transcript(WHO), Layout(tokenizer, ThinkingChat(), LengthSettings())
+    assert [token for token in reply_ids if token in ends] == ends[family == "r1" :]
+    transcript = Transcript(WHO)
+    layout = Layout(tokenizer, ThinkingChat(), LengthSettings())
     layout.open(transcript)
-    transcript.write(said)
+    transcript.write(reply_ids)
     layout.close_turn(transcript)
     assert transcript.steps == [Step("Hm, which book?", answer="Ada")]
 
@@ -160,8 +163,8 @@ def test_only_the_assistant_s_thoughts_are_tokens(folder):  # noqa: F811
 
 def test_a_reply_without_a_thought_teaches_an_empty_one_where_the_prompt_opens_it(folder):  # noqa: F811
     tokenizer = Tokenizer.load(folder("r1", False))
-    given, said = taught(tokenizer, "Ada")
-    assert given == tokenizer.open_chat(WHO.text) and tokenizer.decode(said) == "\n</think>\n\nAda"
+    prompt_ids, reply_ids = taught(tokenizer, "Ada")
+    assert prompt_ids == tokenizer.open_chat(WHO.text) and tokenizer.decode(reply_ids) == "\n</think>\n\nAda"
 
 
 @pytest.mark.parametrize("thinking", ["auto", "off"])
@@ -188,12 +191,12 @@ def test_a_thought_in_spite_of_the_switch_is_no_answer(folder):  # noqa: F811
 
 def test_the_beginning_of_a_thought_is_held_back(folder):  # noqa: F811
     layout = Layout(Tokenizer.load(folder("qwen3"), "on"), Chat(), LengthSettings())
-    seen = []
+    visible = []
     for text in ("<", "<thi", TRACE[:12], TRACE, "<this> is"):
         transcript = opened(layout)
         transcript.write(layout.tokenizer.encode(text))
-        seen.append(layout.turn_text.readable(transcript, turn_is_over=False))
-    assert seen == ["", "", "", "Ada", "<this> is"]
+        visible.append(layout.turn_text.readable(transcript, turn_is_over=False))
+    assert visible == ["", "", "", "Ada", "<this> is"]
 
 
 def test_a_thought_without_a_beginning_is_heard_as_it_was_written(folder):  # noqa: F811
@@ -234,12 +237,12 @@ def test_each_reply_is_trained_on_after_the_template_s_own_prompt(folder, family
         starts = [i for i in range(1, len(mask)) if mask[i] and not mask[i - 1]]
         for start in starts:
             end = ids.index(tokenizer.stop_id, start) + 1
-            reply = shown(layout, ids[start : end - 1])
+            reply = with_special_tokens(layout, ids[start : end - 1])
             number = next(
                 i for i, m in enumerate(messages) if m["content"].endswith(reply.split("</think>")[-1].strip())
             )
-            before = tokenizer.template.render(tokenizer.merge_system(messages[:number]), prompt=True)
-            assert shown(layout, ids[:start]) == before
+            prompt = tokenizer.template.render(tokenizer.merge_system(messages[:number]), prompt=True)
+            assert with_special_tokens(layout, ids[:start]) == prompt
             assert all(mask[start:end])
             replies.append((number - len(system), "</think>" in reply))
     # R1's prompt opens a thought, so that the reply without one has an empty one.
@@ -272,5 +275,5 @@ def test_a_client_s_earlier_replies_lose_their_thoughts(folder):  # noqa: F811
         opened = tokenizer._marked.decode(tokenizer.open_chat(SECOND[0]["content"], earlier=earlier), False)
         assert opened == text and "Hm, which book?" not in opened
     tokenizer = Tokenizer.load(folder("qwen2.5"))
-    kept = tokenizer._marked.decode(tokenizer.open_chat("x", earlier=earlier), False)
-    assert "Hm, which book?" in kept  # by a template that keeps thoughts
+    prompt = tokenizer._marked.decode(tokenizer.open_chat("x", earlier=earlier), False)
+    assert "Hm, which book?" in prompt  # by a template that keeps thoughts

@@ -35,9 +35,9 @@ def rendered(reference, messages, prompt: bool) -> list[int]:
 @pytest.mark.parametrize("name", CONVERSATIONS)
 def test_chat_equals_the_template(qwen, reference, name):
     messages = [{"role": role, "content": content} for role, content in CONVERSATIONS[name]]
-    ids, written = qwen.chat(messages)
+    ids, mask = qwen.chat(messages)
     assert ids == rendered(reference, messages, prompt=False)
-    assert len(ids) == len(written)
+    assert len(ids) == len(mask)
 
 
 @pytest.mark.parametrize("system", [None, "Answer in steps.\nAlways."])
@@ -65,9 +65,9 @@ def test_plain_text_equals_transformers(qwen, reference):
 
 def test_what_the_assistant_wrote_is_its_contents_and_its_stops(qwen):
     messages = [("system", "s"), ("user", "one two"), ("assistant", "three four"), ("user", "five"), ("assistant", "6")]
-    ids, written = qwen.chat([{"role": role, "content": content} for role, content in messages])
+    ids, mask = qwen.chat([{"role": role, "content": content} for role, content in messages])
     expected = [*qwen.encode("three four"), qwen.stop_id, *qwen.encode("6"), qwen.stop_id]
-    assert [i for i, w in zip(ids, written) if w] == expected
+    assert [i for i, w in zip(ids, mask) if w] == expected
 
 
 def test_facts_of_the_real_tokenizer(qwen):
@@ -284,7 +284,7 @@ def test_the_size_is_known_without_the_tokenizer(qwen_folder, tmp_path):
     definition = {"model": {"vocab": {"a": 0, "b": 7}}, "added_tokens": [{"id": 9, "content": "c"}, {"id": 2}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     assert vocabulary_of(tmp_path) == 10
-    for wrong, said in (({}, "vocab is missing"), ({"model": {"vocab": {"a": "0"}}}, r"vocab\.a is '0'")):
+    for wrong, message in (({}, "vocab is missing"), ({"model": {"vocab": {"a": "0"}}}, r"vocab\.a is '0'")):
         (tmp_path / "tokenizer.json").write_text(json.dumps(wrong))
-        with pytest.raises(R3LiteError, match=said):
+        with pytest.raises(R3LiteError, match=message):
             vocabulary_of(tmp_path)

@@ -44,8 +44,8 @@ def folder(tmp_path):
         else:
             letters = ["<unk>", "\u2581", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127))]
             vocabulary = {token: id for id, token in enumerate([*letters, "\u2581W"])}
-            how = {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
-            backend = Backend(models.BPE(vocabulary, [("\u2581", "W")], **how))
+            options = {"byte_fallback": True, "unk_token": "<unk>", "fuse_unk": True}
+            backend = Backend(models.BPE(vocabulary, [("\u2581", "W")], **options))
             steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
             backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
         if split == "prepended":
@@ -82,9 +82,9 @@ def test_it_is_told_if_transformers_gives_other_tokens(folder, split, model_type
     place = folder(split, model_type, tokenizer_class)
     text = "<s>".join([*PROBE_TEXTS, probe()])
     theirs = transformers.AutoTokenizer.from_pretrained(place)(text, add_special_tokens=False)["input_ids"]
-    same = theirs == Backend.from_file(str(place / "tokenizer.json")).encode(text).ids
-    other = other_class(place, read_record(place / "tokenizer.json", ""), probe())
-    assert (other is None) == same
+    same_ids = theirs == Backend.from_file(str(place / "tokenizer.json")).encode(text).ids
+    differing_class = other_class(place, read_record(place / "tokenizer.json", ""), probe())
+    assert (differing_class is None) == same_ids
 
 
 @pytest.mark.parametrize("split", ["prepended", "first"])
@@ -95,9 +95,9 @@ def test_so_is_sentencepiece(folder, split, legacy, tokenizer_class):
     place = folder(split, "llama", tokenizer_class, legacy=legacy)
     text = "<s>".join(PROBE_TEXTS)
     theirs = transformers.AutoTokenizer.from_pretrained(place)(text, add_special_tokens=False)["input_ids"]
-    same = theirs == Backend.from_file(str(place / "tokenizer.json")).encode(text).ids
-    other = other_class(place, read_record(place / "tokenizer.json", ""), "")
-    assert (other is None) == same
+    same_ids = theirs == Backend.from_file(str(place / "tokenizer.json")).encode(text).ids
+    differing_class = other_class(place, read_record(place / "tokenizer.json", ""), "")
+    assert (differing_class is None) == same_ids
 
 
 def test_a_run_says_so(folder, capsys):

@@ -18,15 +18,19 @@ CHAT = [ASKED, CALLS, FOUND, FOUND, SAID, ASKED, SAID]
 THOUGHT = "<think>\nIt is ten.\n</think>\n\n"
 
 
-def rendered(path, messages, **more):
+def rendered(path, messages, **template_options):
     reference = transformers.AutoTokenizer.from_pretrained(path)
-    text = reference.apply_chat_template(messages, tokenize=False, **more)
+    text = reference.apply_chat_template(messages, tokenize=False, **template_options)
     return reference(text, add_special_tokens=False)["input_ids"]
 
 
 def trained(tokenizer, ids, mask) -> str:
-    kept = [id if is_trained else tokenizer._added["<|endoftext|>"] for id, is_trained in zip(ids, mask, strict=True)]
-    return [part for part in tokenizer._marked.decode(kept, skip_special_tokens=False).split("<|endoftext|>") if part]
+    masked_ids = [
+        id if is_trained else tokenizer._added["<|endoftext|>"] for id, is_trained in zip(ids, mask, strict=True)
+    ]
+    return [
+        part for part in tokenizer._marked.decode(masked_ids, skip_special_tokens=False).split("<|endoftext|>") if part
+    ]
 
 
 @pytest.mark.parametrize(("family", "thinking"), [("qwen2.5", "auto"), ("qwen3_tools", "off"), ("qwen3_tools", "on")])
@@ -36,9 +40,9 @@ def test_a_chat_with_tools_has_the_tokens_of_transformers_and_loss_on_calls(fold
     ids, mask = tool_chat(tokenizer, CHAT, TOOLS)
     assert ids == rendered(path, CHAT, tools=TOOLS)
     call = '<tool_call>\n{"name": "rate", "arguments": {"of": "a \\"dollar\\""}}\n</tool_call>'
-    first, *others = trained(tokenizer, ids, mask)
-    assert first == f"I look.\n{call}\n{call}<|im_end|>" and others[0] == "About 10.5.<|im_end|>"
-    assert others[1:] == [("<think>\n\n</think>\n\n" if thinking == "on" else "") + "About 10.5.<|im_end|>"]
+    first, *replies = trained(tokenizer, ids, mask)
+    assert first == f"I look.\n{call}\n{call}<|im_end|>" and replies[0] == "About 10.5.<|im_end|>"
+    assert replies[1:] == [("<think>\n\n</think>\n\n" if thinking == "on" else "") + "About 10.5.<|im_end|>"]
 
 
 def test_a_call_with_a_thought(folder):  # noqa: F811
@@ -62,16 +66,16 @@ def test_a_turn_of_weight_0_has_no_loss(folder):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("messages", "tools", "told"),
+    ("messages", "tools", "message"),
     [
         ([ASKED, SAID], TOOLS, "does not write tools ('rate')"),
         ([ASKED, CALLS, SAID], [], "does not write tool_calls ('rate')"),
     ],
 )
-def test_a_template_without_tools_is_refused(folder, messages, tools, told):  # noqa: F811
+def test_a_template_without_tools_is_refused(folder, messages, tools, message):  # noqa: F811
     """The calls would be missing, and their text alone be half of what is to be learned."""
     for family in ("qwen2", "llama3", "chatml_set"):
-        with raises(R3LiteError, "template-tools", told):
+        with raises(R3LiteError, "template-tools", message):
             tool_chat(Tokenizer.load(folder(family)), messages, tools)
 
 

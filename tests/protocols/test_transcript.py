@@ -8,7 +8,7 @@ from r3lite.core.episode import ANSWERED, CUT_OFF, MALFORMED, Document, Question
 from r3lite.core.errors import R3LiteError
 from r3lite.protocols.layout import OPENINGS, Layout
 from r3lite.protocols.markup import Tag
-from r3lite.protocols.observations import LEAST_DOCUMENT, LONGEST_TITLE
+from r3lite.protocols.observations import LONGEST_TITLE
 from r3lite.protocols.r3 import R3, Headings
 from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.protocols.tags import SOLUTION, WORKING_OUT, Tags
@@ -60,7 +60,7 @@ def ask(layout, transcript, query="what is where"):
     speak(layout, transcript, text, end=layout.protocol.user_turns)
 
 
-def given(layout, transcript):
+def text_since_last_turn(layout, transcript):
     """The text that was given since the last turn of the model."""
     last = max(i for i, action in enumerate(transcript.action_mask) if action)
     return layout.tokenizer.decode(transcript.tokens[last + 1 :])
@@ -75,7 +75,7 @@ def test_an_episode_grows_by_turns_and_documents(layout, protocol):
     )
     layout.splice(transcript, [SHORT])
     assert transcript.pending == () and transcript.turn == [] and transcript.steps[0].documents == tuple(SHORT)
-    assert protocol.observation("Where?", [Step.asking("a", "q", SHORT)]) in given(layout, transcript)
+    assert protocol.observation("Where?", [Step.asking("a", "q", SHORT)]) in text_since_last_turn(layout, transcript)
     speak(layout, transcript, protocol.render(ANSWER, 2))
     assert transcript.finish == ANSWERED and transcript.episode().prediction == "here"
     assert all(transcript.action_mask[end] for end in transcript.step_ends)
@@ -96,20 +96,20 @@ def test_written_steps_are_laid_out_like_sampled_ones(layout, protocol):
     ask(layout, transcript)
     layout.splice(transcript, [DOCUMENTS])
     speak(layout, transcript, protocol.render(ANSWER, 2))
-    written = layout.lay_out(QUESTION, [QUERY.with_documents([DOCUMENTS]), ANSWER], layout.lengths.max_document_tokens)
-    assert (written.tokens, written.action_mask) == (transcript.tokens, transcript.action_mask)
-    assert (written.steps, written.step_ends) == (transcript.steps, transcript.step_ends)
+    laid_out = layout.lay_out(QUESTION, [QUERY.with_documents([DOCUMENTS]), ANSWER], layout.lengths.max_document_tokens)
+    assert (laid_out.tokens, laid_out.action_mask) == (transcript.tokens, transcript.action_mask)
+    assert (laid_out.steps, laid_out.step_ends) == (transcript.steps, transcript.step_ends)
 
 
 @for_every_protocol
 def test_an_answer_at_once_is_laid_out_like_a_sampled_one(layout, protocol):
     transcript = opened(layout)
     speak(layout, transcript, protocol.render(ANSWER, 1))
-    written = layout.lay_out(QUESTION, [ANSWER], layout.lengths.max_document_tokens)
+    laid_out = layout.lay_out(QUESTION, [ANSWER], layout.lengths.max_document_tokens)
     assert transcript.finish == ANSWERED and transcript.steps == [ANSWER]
-    assert (written.tokens, written.action_mask) == (transcript.tokens, transcript.action_mask)
-    ends = layout.tokenizer.decode(written.turn).endswith(protocol.stop_strings)
-    assert (written.tokens[-1] == layout.tokenizer.stop_id) == (protocol.user_turns or not ends)
+    assert (laid_out.tokens, laid_out.action_mask) == (transcript.tokens, transcript.action_mask)
+    ends = layout.tokenizer.decode(laid_out.turn).endswith(protocol.stop_strings)
+    assert (laid_out.tokens[-1] == layout.tokenizer.stop_id) == (protocol.user_turns or not ends)
 
 
 def test_an_assistant_turn_that_the_model_has_ended_is_opened_again(tokenizer):
@@ -119,16 +119,16 @@ def test_an_assistant_turn_that_the_model_has_ended_is_opened_again(tokenizer):
     speak(layout, transcript, "<search> what is where")
     assert transcript.pending == (Search("what is where"),)
     layout.splice(transcript, [SHORT])
-    end, *given = transcript.tokens[transcript.step_ends[0] :]
+    end, *observation = transcript.tokens[transcript.step_ends[0] :]
     assert (
         end == tokenizer.stop_id
-        and given[1] == tokenizer._marked.token_to_id("<|im_start|>")
-        and given.count(tokenizer._marked.token_to_id("<|im_start|>")) == 1
+        and observation[1] == tokenizer._marked.token_to_id("<|im_start|>")
+        and observation.count(tokenizer._marked.token_to_id("<|im_start|>")) == 1
     )
-    assert tokenizer.decode(given) == "\nassistant\n" + layout.protocol.observation(
+    assert tokenizer.decode(observation) == "\nassistant\n" + layout.protocol.observation(
         "Where?", [Step.asking("a", "q", SHORT)]
     )
-    assert transcript.action_mask[transcript.step_ends[0] :] == [True] + [False] * len(given)
+    assert transcript.action_mask[transcript.step_ends[0] :] == [True] + [False] * len(observation)
 
 
 def test_an_answer_is_forced_after_the_last_search(layout, protocol):
@@ -139,7 +139,7 @@ def test_an_answer_is_forced_after_the_last_search(layout, protocol):
             layout.splice(transcript, [[]])
     assert [s.faults for s in transcript.steps] == [(), ()]
     assert transcript.pending == () and transcript.finish is None
-    assert protocol.answer_request in given(layout, transcript)
+    assert protocol.answer_request in text_since_last_turn(layout, transcript)
     assert layout.tokenizer.decode(transcript.tokens).endswith(protocol.answer_heading)
     speak(layout, transcript, " here" if protocol.user_turns else " here </answer>")
     assert transcript.finish == ANSWERED and len(transcript.step_ends) == 3
@@ -150,12 +150,12 @@ def test_an_answer_is_forced_after_the_last_search(layout, protocol):
 
 def test_a_prediction_is_never_our_own_text(layout, protocol):
     """A small model copies what stands before the heading: our request is no answer."""
-    for said in ("Nothing more can be looked up.", "give the final answer"):
+    for phrase in ("Nothing more can be looked up.", "give the final answer"):
         transcript = opened(layout)
         for query in ("one", "two", "three"):
             ask(layout, transcript, query)
             layout.splice(transcript, [[]]) if transcript.pending else None
-        speak(layout, transcript, f" {said}" if protocol.user_turns else f" {said} </answer>")
+        speak(layout, transcript, f" {phrase}" if protocol.user_turns else f" {phrase} </answer>")
         assert transcript.finish == MALFORMED and transcript.episode().prediction == ""
 
 
@@ -196,8 +196,8 @@ def test_a_search_in_place_of_the_forced_answer_is_malformed(layout, protocol):
     for query in ("one", "two", "three"):
         ask(layout, transcript, query)
         layout.splice(transcript, [[]]) if transcript.pending else None
-    before = "" if not protocol.user_turns else "\n"
-    speak(layout, transcript, before + protocol.render(Step.asking("x", "four"), 4))
+    separator = "" if not protocol.user_turns else "\n"
+    speak(layout, transcript, separator + protocol.render(Step.asking("x", "four"), 4))
     assert transcript.finish == MALFORMED
 
 
@@ -245,20 +245,24 @@ def test_a_stop_string_whose_characters_take_several_tokens_ends_a_turn(layout, 
 
 def test_documents_are_cut_then_dropped_then_an_answer_is_forced(tokenizer, protocol):
     """What must fit after the documents: a whole turn, and the forced answer after it."""
-    seen = set()
+    outcomes = set()
+    whole_texts = {document.text.strip() for document in DOCUMENTS}
     for limit in range(300, 1500, 20):
-        layout = Layout(tokenizer, protocol, LengthSettings(max_length=limit, max_new_tokens=100))
+        lengths = LengthSettings(max_length=limit, max_new_tokens=100, max_document_tokens=300)
+        layout = Layout(tokenizer, protocol, lengths)
         transcript = opened(layout)
         ask(layout, transcript)
         layout.splice(transcript, [DOCUMENTS])
         documents = [d for step in transcript.steps for d in step.documents]
-        seen.add((len(documents), any(len(d.text) == LEAST_DOCUMENT for d in documents)))
+        are_cut = any(document.text.strip() not in whole_texts for document in documents)
+        outcomes.add((len(documents), are_cut))
         if step := transcript.forced_step or (transcript.finish and transcript.steps[0]):
             assert not documents and not step.searches
         else:
             assert documents and len(transcript.tokens) + 100 <= limit
         assert len(transcript.tokens) < limit
-    assert {n for n, _ in seen} == {0, 1, 2}
+    # Both whole, both cut, one cut, none. One whole would have left room for a cut one.
+    assert outcomes == {(2, False), (2, True), (1, True), (0, False)}
 
 
 def test_a_long_title_takes_no_more_room_than_a_title_may(tokenizer, protocol):
@@ -269,12 +273,12 @@ def test_a_long_title_takes_no_more_room_than_a_title_may(tokenizer, protocol):
         transcript = opened(layout)
         ask(layout, transcript)
         layout.splice(transcript, [documents])
-        found = transcript.steps[0].documents
+        step_documents = transcript.steps[0].documents
         assert transcript.forced_step is None and not transcript.steps[0].faults
-        assert [(d.id, d.text) for d in found] == [(d.id, d.text) for d in documents]
-        (cut,) = (d.title for d in found if d.id == "9")
+        assert [(d.id, d.text) for d in step_documents] == [(d.id, d.text) for d in documents]
+        (cut,) = (d.title for d in step_documents if d.id == "9")
         assert endless.title.startswith(cut) and 0 < len(tokenizer.encode(cut)) <= LONGEST_TITLE
-        assert all(d in found for d in SHORT if d in documents)
+        assert all(d in step_documents for d in SHORT if d in documents)
     laid = layout.lay_out(QUESTION, [Step.asking("a", "q", [endless]), ANSWER], 50)
     assert laid.steps[0].documents[0].title == cut
 

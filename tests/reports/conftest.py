@@ -26,11 +26,11 @@ def run_folder(tmp_path):
     return write
 
 
-def episode(id: str = "q", step: int = 1, **more) -> dict:
+def episode(id: str = "q", step: int = 1, **overrides) -> dict:
     document = {"id": "d1", "title": "Rome", "text": "Rome is in Italy."}
     steps = [{"analysis": "Where?", "query": "Rome", "documents": [document]}, {"analysis": "So.", "answer": "Italy"}]
     about = {"step": step, "id": id, "question": f"Where is {id}?", "answers": ["Italy"], "prediction": "Italy"}
-    return about | {"steps": steps, "finish": "answered", "rewards": {"em": 1.0, "recall": None}} | more
+    return about | {"steps": steps, "finish": "answered", "rewards": {"em": 1.0, "recall": None}} | overrides
 
 
 def entry(value: float) -> dict:

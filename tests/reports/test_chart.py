@@ -103,21 +103,21 @@ def test_markers_stand_on_their_line_and_a_single_point_has_one():
 
 def test_a_long_line_is_thinned_to_means():
     size = 5 * MAX_POINTS
-    made = thinned(Line("x", range(size), [float(i) for i in range(size)]))
-    assert len(made.ys) == MAX_POINTS and list(made.ys[:2]) == [2.0, 7.0] and list(made.xs[:2]) == [2.0, 7.0]
+    line = thinned(Line("x", range(size), [float(i) for i in range(size)]))
+    assert len(line.ys) == MAX_POINTS and list(line.ys[:2]) == [2.0, 7.0] and list(line.xs[:2]) == [2.0, 7.0]
     assert thinned(Line("x", range(size), [None] * size)).ys == [None] * MAX_POINTS
 
 
 def test_bars_stand_on_zero_and_are_told_in_words():
     chart = Bars("x", "Scores", "", ["a<b"], {"run & run": [Bar(0.5, 0.25, 1.0)], "other": [None]})
-    made = ET.fromstring(svg(chart))
-    (bar,) = made.iter("rect")
-    whisker = next(line for line in made.iter("line") if line.attrib["class"] == "whisker")
+    root = ET.fromstring(svg(chart))
+    (bar,) = root.iter("rect")
+    whisker = next(line for line in root.iter("line") if line.attrib["class"] == "whisker")
     # The interval reaches from half the bar's height to twice it.
     top, height = float(bar.attrib["y"]), float(bar.attrib["height"])
     assert float(whisker.attrib["y1"]) == pytest.approx(top + height / 2, abs=0.11)
     assert float(whisker.attrib["y2"]) == pytest.approx(top - height, abs=0.11)
-    assert made.attrib["aria-label"] == "Scores. run & run, a<b: 0.5"
+    assert root.attrib["aria-label"] == "Scores. run & run, a<b: 0.5"
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def page_of(*folders, **more) -> str:
-    page = html(Report(read_runs([str(folder) for folder in folders])), "now", **more)
+def page_of(*folders, **options) -> str:
+    page = html(Report(read_runs([str(folder) for folder in folders])), "now", **options)
     Tags(page)
     return page
 
@@ -57,10 +57,10 @@ def test_nothing_in_the_files_becomes_markup(run_folder):
         predictions=[line],
         scores={"n": 1, "em": entry(0.5), "by_type": {HOSTILE: {"em": entry(0.1)}, "b": {"em": entry(0.2)}}},
     )
-    found = Tags(page_of(folder))
-    assert not {"script", "img", "link", "iframe"} & set(found.names)
-    assert not [name for name, _ in found.attributes if name.startswith("on") or name == "src"]
-    assert all(value.startswith("#") for name, value in found.attributes if name == "href")
+    tags = Tags(page_of(folder))
+    assert not {"script", "img", "link", "iframe"} & set(tags.names)
+    assert not [name for name, _ in tags.attributes if name.startswith("on") or name == "src"]
+    assert all(value.startswith("#") for name, value in tags.attributes if name == "href")
 
 
 def test_gold_documents_and_rewards_are_shown(run_folder):
@@ -86,9 +86,9 @@ def test_the_verification_of_an_answer_is_shown(run_folder):
 
 def test_a_scale_is_called_logarithmic_only_if_it_is(run_folder):
     """A gradient norm of 0, as of a round that had nothing to teach, makes the scale linear."""
-    for name, norm, told in (("a", 0.0, ""), ("b", 0.5, " <span>(log scale)</span>")):
+    for name, norm, suffix in (("a", 0.0, ""), ("b", 0.5, " <span>(log scale)</span>")):
         page = page_of(run_folder(name, metrics=[{"step": 1, "grad_norm": norm}, {"step": 2, "grad_norm": 2.0}]))
-        assert f"<h3>Gradient norm, before clipping{told}</h3>" in page
+        assert f"<h3>Gradient norm, before clipping{suffix}</h3>" in page
 
 
 def test_numbers_of_hops_are_in_order(run_folder):
@@ -155,11 +155,11 @@ def test_lengths_of_a_file_are_counted(tmp_path):
     rows = [{"id": str(i), "question": "word " * n, "answers": ["one two"]} for i, n in enumerate([3, 3, 14])]
     rows[0]["steps"] = episode()["steps"]
     path.write_text(jsonl(rows), encoding="utf-8")
-    found = read_data(path, lambda text: len(text.split()), "words")
-    assert len(found.sizes) == 3 and found.of("question") == [3, 3, 14]
-    assert found.of("answer") == [1, 2, 2]  # that of the last step, else the first right one
-    assert found.of("steps") == [2] and found.of("documents") == [4] and found.of("analyses") == [2]
-    page = html(Report([], [found]), "now")
+    data_file = read_data(path, lambda text: len(text.split()), "words")
+    assert len(data_file.sizes) == 3 and data_file.of("question") == [3, 3, 14]
+    assert data_file.of("answer") == [1, 2, 2]  # that of the last step, else the first right one
+    assert data_file.of("steps") == [2] and data_file.of("documents") == [4] and data_file.of("analyses") == [2]
+    page = html(Report([], [data_file]), "now")
     Tags(page)
     assert "data, 3 rows" in page
     # Bins of 2 from 2 on: two rows in the first one, one in the last.

@@ -24,15 +24,15 @@ DOCUMENTS = [Document(str(i), f"Town {i}", f"Town {i} lies by the river {i * 7 %
 
 
 class Counted:
-    """The hashing encoder, which notes what it encodes and stops when it has encoded `most` passages."""
+    """The hashing encoder, which notes what it encodes and stops when it has encoded `limit` passages."""
 
-    def __init__(self, most=10**9):
-        self.inner, self.most, self.done = HashingEncoder.fit(d.text for d in DOCUMENTS), most, []
+    def __init__(self, limit=10**9):
+        self.inner, self.limit, self.done = HashingEncoder.fit(d.text for d in DOCUMENTS), limit, []
         self.dimension, self.settings = self.inner.dimension, self.inner.settings
         self.encode_queries, self.save = self.inner.encode_queries, self.inner.save
 
     def encode_passages(self, documents, advance):
-        if len(self.done) >= self.most:
+        if len(self.done) >= self.limit:
             raise KeyboardInterrupt
         self.done += [d.id for d in documents]
         return self.inner.encode_passages(documents, advance)
@@ -45,10 +45,10 @@ def small_blocks(monkeypatch):
 
 
 def build(folder, encoder, documents=DOCUMENTS, kind="flat"):
-    with building.open_build(folder, iter(documents)) as made:
-        kept = building.encode(made, encoder, kind)
-        building.write_index(made, encoder, estimate(kind, len(documents), encoder.dimension))
-    return kept
+    with building.open_build(folder, iter(documents)) as index_build:
+        reused = building.encode(index_build, encoder, kind)
+        building.write_index(index_build, encoder, estimate(kind, len(documents), encoder.dimension))
+    return reused
 
 
 def content(folder):
@@ -75,32 +75,33 @@ def test_a_build_that_was_stopped_goes_on_where_it_was(tmp_path, small_blocks):
 def test_a_build_that_was_begun_with_something_else_is_not_thrown_away(tmp_path, small_blocks, minilm):
     with pytest.raises(KeyboardInterrupt):
         build(tmp_path / "i", Counted(8))
-    work, coarse = tmp_path / ".i.build", Counted()
+    work = tmp_path / ".i.build"
+    coarse = Counted()
     coarse.settings = coarse.settings | {"dtype": "bf16"}
-    for encoder, documents, kind, what in (
+    for encoder, documents, kind, difference in (
         (Counted(), DOCUMENTS[:-1], "flat", "corpus"),
         (Counted(), DOCUMENTS, "sq8", "--index-type"),
         (make_encoder(encoder_settings(str(minilm), "plain"), DOCUMENTS), DOCUMENTS, "flat", "encoder"),
         (coarse, DOCUMENTS, "flat", "dtype"),
     ):
-        with raises(R3LiteError, "unfinished-build-differs", what) as error:
+        with raises(R3LiteError, "unfinished-build-differs", difference) as error:
             build(tmp_path / "i", encoder, documents, kind)
         assert f"delete {work}" in error.value.remedy
-    other = Counted()
-    other.inner.idf = other.inner.idf[::-1].copy() * np.arange(1, len(other.inner.idf) + 1)
+    other_encoder = Counted()
+    other_encoder.inner.idf = other_encoder.inner.idf[::-1].copy() * np.arange(1, len(other_encoder.inner.idf) + 1)
     with raises(R3LiteError, "build-encoder-differs"):
-        build(tmp_path / "i", other)
+        build(tmp_path / "i", other_encoder)
     assert build(tmp_path / "i", Counted()) == 8
 
 
 def test_another_encoder_is_noticed_when_all_vectors_are_there(tmp_path, small_blocks):
     """The index was made of the vectors of one encoder with the probes of the other, and refused by every search."""
-    with building.open_build(tmp_path / "i", iter(DOCUMENTS)) as made:
-        assert building.encode(made, Counted(), "flat") == 0
-    other = Counted()
-    other.inner.idf = other.inner.idf[::-1].copy() * np.arange(1, len(other.inner.idf) + 1)
+    with building.open_build(tmp_path / "i", iter(DOCUMENTS)) as index_build:
+        assert building.encode(index_build, Counted(), "flat") == 0
+    other_encoder = Counted()
+    other_encoder.inner.idf = other_encoder.inner.idf[::-1].copy() * np.arange(1, len(other_encoder.inner.idf) + 1)
     with raises(R3LiteError, "build-encoder-differs"):
-        build(tmp_path / "i", other)
+        build(tmp_path / "i", other_encoder)
     assert build(tmp_path / "i", Counted()) == len(DOCUMENTS)
 
 

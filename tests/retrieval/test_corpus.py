@@ -66,9 +66,14 @@ def test_an_empty_or_absent_corpus_is_refused(tmp_path):
 
 
 def test_questions_paragraphs_are_there_once():
-    one, same, other = Document("q1/0", "T", "x"), Document("q2/3", "T", "x"), Document("q2/4", "T", "y")
-    questions = [Question("q1", "?", ("a",), documents=(one,)), Question("q2", "?", ("a",), documents=(same, other))]
-    assert from_questions(questions) == [one, other]
+    original = Document("q1/0", "T", "x")
+    duplicate = Document("q2/3", "T", "x")
+    distinct = Document("q2/4", "T", "y")
+    questions = [
+        Question("q1", "?", ("a",), documents=(original,)),
+        Question("q2", "?", ("a",), documents=(duplicate, distinct)),
+    ]
+    assert from_questions(questions) == [original, distinct]
 
 
 def test_fingerprint_sees_every_field_and_the_order():
@@ -88,7 +93,8 @@ def test_fingerprint_sees_every_field_and_the_order():
 def test_real_corpora_are_the_paragraphs_of_their_questions(shared, questions, corpus, gold_by):
     from r3lite.datasets.qa import read_questions
 
-    asked = read_questions(shared / "data" / questions)
-    gathered, read = from_questions(asked), read_corpus(shared / "data" / corpus)
+    qa_items = read_questions(shared / "data" / questions)
+    gathered = from_questions(qa_items)
+    read = read_corpus(shared / "data" / corpus)
     assert {d.title for d in gathered} == {d.title for d in read}
-    assert all(q.gold_by == gold_by and len(q.gold_indices(read)) == len(q.gold) for q in asked[:20])
+    assert all(q.gold_by == gold_by and len(q.gold_indices(read)) == len(q.gold) for q in qa_items[:20])

@@ -60,9 +60,9 @@ def test_equals_the_reference_pipeline(encoder, minilm):
 
 def test_length_is_that_of_sentence_bert_config(encoder):
     assert encoder.settings == {**encoder.settings, "style": "plain", "max_length": 256, "dimension": 384}
-    kept = encoder.tokenizer.encode(TEXTS[-1])
-    assert len(kept.ids) == 256
-    assert kept.tokens[-1] == "[SEP]"
+    encoding = encoder.tokenizer.encode(TEXTS[-1])
+    assert len(encoding.ids) == 256
+    assert encoding.tokens[-1] == "[SEP]"
 
 
 def test_e5_style_prefixes_queries_and_passages(encoder, minilm, tmp_path):
@@ -82,10 +82,10 @@ def test_bf16_gives_nearly_the_same_vectors_of_length_one(minilm):
     texts = ["Where is Oslo?", "Ada lives in Rome with her friend Bob. " * 20, "", "1994"]
     exact = BertEncoder(str(minilm), "plain").encode_queries(texts)
     coarse = BertEncoder(str(minilm), "plain", dtype="bf16")
-    made = coarse.encode_queries(texts)
-    distances = np.linalg.norm(made - exact, axis=1)
-    assert made.dtype == np.float32 and 0 < distances.max() < 0.02
-    assert np.linalg.norm(made, axis=1) == pytest.approx(np.ones(4), abs=1e-6)
+    coarse_vectors = coarse.encode_queries(texts)
+    distances = np.linalg.norm(coarse_vectors - exact, axis=1)
+    assert coarse_vectors.dtype == np.float32 and 0 < distances.max() < 0.02
+    assert np.linalg.norm(coarse_vectors, axis=1) == pytest.approx(np.ones(4), abs=1e-6)
     assert coarse.settings["dtype"] == "bf16" and all(w.dtype == torch.bfloat16 for w in coarse.model.parameters())
 
 
@@ -154,8 +154,8 @@ def world(n=3000):
     first = ["Blue", "Red", "Silent", "Golden", "Broken", "Distant", "Hidden", "Last", "Wild", "Northern"]
     second = ["Harbor", "River", "Mirror", "Garden", "Winter", "Letter", "Bridge", "Tower", "Island", "Road"]
     names = [f"{a} {b}{'' if k == 0 else f' {k + 1}'}" for k in range(n // 100) for a in first for b in second]
-    told = "{0} is a film. {0} was directed by Person{1}. It was made in {2}."
-    return [Document(str(i), x, told.format(x, i * 7919 % n, 1900 + i % 100)) for i, x in enumerate(names)]
+    template = "{0} is a film. {0} was directed by Person{1}. It was made in {2}."
+    return [Document(str(i), x, template.format(x, i * 7919 % n, 1900 + i % 100)) for i, x in enumerate(names)]
 
 
 def test_hashing_finds_the_article_among_thousands():
@@ -164,8 +164,8 @@ def test_hashing_finds_the_article_among_thousands():
     vectors = encoder.encode_passages(articles, lambda n: None)
     assert vectors.dtype == np.float32
     assert np.allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-6)
-    asked = [f"Who directed {d.title}?" for d in articles[:100]]
-    best = (encoder.encode_queries(asked) @ vectors.T).argmax(1)
+    queries = [f"Who directed {d.title}?" for d in articles[:100]]
+    best = (encoder.encode_queries(queries) @ vectors.T).argmax(1)
     assert [articles[i].title for i in best] == [d.title for d in articles[:100]]
     # A person is named in one article only, and nowhere in a title.
     best = (encoder.encode_queries([f"What did Person{k} direct?" for k in range(100)]) @ vectors.T).argmax(1)
@@ -192,9 +192,9 @@ def test_hashing_is_the_same_in_every_process():
 def test_hashing_is_kept_and_read_back(tmp_path):
     encoder = HashingEncoder.fit(["Blue Harbor is a film", "a road, a road"])
     encoder.save(tmp_path)
-    again = HashingEncoder.load(tmp_path)
+    restored = HashingEncoder.load(tmp_path)
     queries = ["film road", "a blue a"]
-    assert np.array_equal(encoder.encode_queries(queries), again.encode_queries(queries))
+    assert np.array_equal(encoder.encode_queries(queries), restored.encode_queries(queries))
     (tmp_path / "words.json").write_text("{}")
     with pytest.raises(R3LiteError, match="passages is missing"):
         HashingEncoder.load(tmp_path)

@@ -33,7 +33,7 @@ DOCUMENTS = [Document(f"notes/{i}", f"T{i}", "x", metadata=tuple(fields.items())
 
 
 @pytest.mark.parametrize(
-    ("conditions", "fit"),
+    ("conditions", "matches"),
     [
         (["lang=en"], [0]),
         (["lang=EN*"], [0, 1]),
@@ -52,8 +52,8 @@ DOCUMENTS = [Document(f"notes/{i}", f"T{i}", "x", metadata=tuple(fields.items())
         (["part!=[a]"], [0]),
     ],
 )
-def test_what_fits(conditions, fit):
-    assert np.flatnonzero(filter_mask(conditions, DOCUMENTS)).tolist() == fit
+def test_what_fits(conditions, matches):
+    assert np.flatnonzero(filter_mask(conditions, DOCUMENTS)).tolist() == matches
 
 
 @pytest.mark.parametrize(
@@ -101,15 +101,15 @@ def corpus(tmp_path_factory):
 
 
 def searched(settings, query="House 7 in street 3"):
-    (found,) = build_retriever(Setup(settings, []))([(Question("q", query, ()), query)])
-    return found
+    (documents,) = build_retriever(Setup(settings, []))([(Question("q", query, ()), query)])
+    return documents
 
 
 def expected(corpus, k, keep):
     """The best scores of a search of everything, by brute force."""
     documents = read_corpus(corpus)
-    whole = index.build_index(HashingEncoder.fit(d.text for d in documents), documents)
-    return [d.score for d in whole.search(["House 7 in street 3"], 400)[0] if keep(**dict(d.metadata))][:k]
+    full_index = index.build_index(HashingEncoder.fit(d.text for d in documents), documents)
+    return [d.score for d in full_index.search(["House 7 in street 3"], 400)[0] if keep(**dict(d.metadata))][:k]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in CLASSES if kind != "opq-ivf-pq"])  # which needs 10,000 passages
@@ -119,40 +119,42 @@ def test_an_index_is_searched_as_if_it_had_nothing_else(corpus, tmp_path, kind):
     settings = RetrievalSettings(
         index=str(tmp_path / "i"), encoder="hashing", filter=("colour=red", "rooms>=2"), top_k=4
     )
-    found = searched(settings)
-    assert found and all(dict(d.metadata)["colour"] == "red" and dict(d.metadata)["rooms"] >= 2 for d in found)
+    documents = searched(settings)
+    assert documents and all(dict(d.metadata)["colour"] == "red" and dict(d.metadata)["rooms"] >= 2 for d in documents)
     if kind == "flat":
         best = expected(corpus, 4, lambda colour, rooms: colour == "red" and rooms >= 2)
-        assert [d.score for d in found] == pytest.approx(best, abs=1e-6)
-    assert set(found) <= set(read_corpus(corpus))
+        assert [d.score for d in documents] == pytest.approx(best, abs=1e-6)
+    assert set(documents) <= set(read_corpus(corpus))
 
 
 def test_what_was_added_and_deleted_is_filtered_too(corpus, tmp_path):
-    given = ["--encoder", "hashing", "--output", str(tmp_path / "i")]
-    assert recipe.main(["--corpus", str(corpus), *given]) == 0
+    options = ["--encoder", "hashing", "--output", str(tmp_path / "i")]
+    assert recipe.main(["--corpus", str(corpus), *options]) == 0
     write_jsonl(tmp_path / "more.jsonl", [row(i) for i in range(400, 430)])
     gone = [f"h{i}" for i in range(0, 430, 4)]
-    assert recipe.main(["--add", str(tmp_path / "more.jsonl"), *given]) == 0
-    assert recipe.main(["--delete", ",".join(gone), *given]) == 0
+    assert recipe.main(["--add", str(tmp_path / "more.jsonl"), *options]) == 0
+    assert recipe.main(["--delete", ",".join(gone), *options]) == 0
     opened = index.load(tmp_path / "i", encoder_settings())
-    fit = filter_mask(["colour=blue"], opened.documents)
-    only = opened.only(fit)
+    mask = filter_mask(["colour=blue"], opened.documents)
+    only = opened.only(mask)
     assert [d.id for d in only.documents] == [f"h{i}" for i in range(430) if i % 3 == 2 and i % 4]
-    whole = opened.search(["House 401 in street 3"], 430)[0]
-    blue = [(d.id, d.score) for d in whole if dict(d.metadata)["colour"] == "blue"]
+    ranked = opened.search(["House 401 in street 3"], 430)[0]
+    blue = [(d.id, d.score) for d in ranked if dict(d.metadata)["colour"] == "blue"]
     assert [(d.id, d.score) for d in only.search(["House 401 in street 3"], 500)[0]] == blue
     assert len(opened.documents) == 322 and len(opened.search(["House"], 430)[0]) == 322  # itself it stays whole
 
 
 @pytest.mark.parametrize("retriever", ["semantic", "lexical", "hybrid"])
-@pytest.mark.parametrize("kept", ["corpus", "index"])
-def test_every_retriever_keeps_to_it(corpus, tmp_path, retriever, kept):
-    if kept == "index":
+@pytest.mark.parametrize("source", ["corpus", "index"])
+def test_every_retriever_keeps_to_it(corpus, tmp_path, retriever, source):
+    if source == "index":
         assert recipe.main(["--corpus", str(corpus), "--encoder", "hashing", "--output", str(tmp_path / "i")]) == 0
-    place = {"index": str(tmp_path / "i")} if kept == "index" else {"corpus": str(corpus)}
+    place = {"index": str(tmp_path / "i")} if source == "index" else {"corpus": str(corpus)}
     settings = RetrievalSettings(retriever=retriever, encoder="hashing", filter=("id=h1*", "colour=gr*"), **place)
-    found = searched(settings)
-    assert len(found) == 5 and all(d.id.startswith("h1") and dict(d.metadata)["colour"] == "green" for d in found)
+    documents = searched(settings)
+    assert len(documents) == 5 and all(
+        d.id.startswith("h1") and dict(d.metadata)["colour"] == "green" for d in documents
+    )
 
 
 def test_metadata_is_read_kept_and_counts_as_part_of_a_passage(corpus):
@@ -167,9 +169,9 @@ def test_metadata_is_read_kept_and_counts_as_part_of_a_passage(corpus):
 
 
 def test_a_passage_that_is_added_with_other_metadata_is_another_one(corpus, tmp_path, capsys):
-    given = ["--encoder", "hashing", "--output", str(tmp_path / "i")]
-    assert recipe.main(["--corpus", str(corpus), *given]) == 0
+    options = ["--encoder", "hashing", "--output", str(tmp_path / "i")]
+    assert recipe.main(["--corpus", str(corpus), *options]) == 0
     write_jsonl(tmp_path / "more.jsonl", [row(0) | {"metadata": {"colour": "black"}}])
-    assert recipe.main(["--add", str(tmp_path / "more.jsonl"), *given]) == 1
+    assert recipe.main(["--add", str(tmp_path / "more.jsonl"), *options]) == 1
     assert shows(capsys.readouterr().err, "passage-id-taken", "'h0'")
     assert json.loads((tmp_path / "i" / "passages.jsonl").read_text().splitlines()[0])["metadata"]["colour"] == "red"

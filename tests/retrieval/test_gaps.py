@@ -22,8 +22,8 @@ def test_what_is_missing_and_what_it_costs():
 
 
 def test_the_report():
-    told = report(gaps([ONE, TWO, BARE], CORPUS), cuts=(1, 5))
-    assert told == {
+    summary = report(gaps([ONE, TWO, BARE], CORPUS), cuts=(1, 5))
+    assert summary == {
         "n": 2,
         "gold": 5,
         "missing": 1,

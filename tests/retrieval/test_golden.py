@@ -31,19 +31,19 @@ def test_a_question_without_gold_paragraphs_is_refused():
         golden(BARE)
 
 
-@pytest.mark.parametrize(("rate", "others"), [(0.0, 0), (0.1, 1), (0.5, 5), (0.77, 8), (1.0, 10)])
-def test_the_noise_rate_is_the_share_of_the_other_paragraphs(rate, others):
+@pytest.mark.parametrize(("rate", "noise_count"), [(0.0, 0), (0.1, 1), (0.5, 5), (0.77, 8), (1.0, 10)])
+def test_the_noise_rate_is_the_share_of_the_other_paragraphs(rate, noise_count):
     """2 of the 12 paragraphs are gold, so 10 may join."""
-    found = paragraphs(ONE, rate, seed=0)
-    assert len(set(found)) == len(found) == 2 + others and set(GOLD) <= set(found) <= set(DOCUMENTS)
+    documents = paragraphs(ONE, rate, seed=0)
+    assert len(set(documents)) == len(documents) == 2 + noise_count and set(GOLD) <= set(documents) <= set(DOCUMENTS)
 
 
 def test_noise_follows_seed_and_question_and_nothing_else():
     first = golden(ONE, noise_rate=0.5)
     assert first([(ONE, "x")]) == first([(ONE, "y")]) == golden(ONE, noise_rate=0.5)([(ONE, "z")])
     assert paragraphs(ONE, 0.5, seed=1) != paragraphs(ONE, 0.5, seed=0)
-    other = Question("p", "?", ("a",), DOCUMENTS, gold=GOLD, gold_by="title")
-    assert paragraphs(other, 0.5, seed=0) != paragraphs(ONE, 0.5, seed=0)
+    other_question = Question("p", "?", ("a",), DOCUMENTS, gold=GOLD, gold_by="title")
+    assert paragraphs(other_question, 0.5, seed=0) != paragraphs(ONE, 0.5, seed=0)
 
 
 def test_the_order_does_not_tell_which_are_gold():

@@ -12,8 +12,8 @@ PAIR = (Question("q", "?", ("a",)), "query")
 
 
 def brings(source, *scored):
-    found = [Document(d.id, d.title, d.text, score, source) for d, score in scored]
-    return lambda pairs: [list(found) for _ in pairs]
+    documents = [Document(d.id, d.title, d.text, score, source) for d, score in scored]
+    return lambda pairs: [list(documents) for _ in pairs]
 
 
 SEMANTIC = brings("semantic", (A, 0.75), (B, 0.5), (C, 0.25))
@@ -21,8 +21,8 @@ LEXICAL = brings("lexical", (C, 8.0), (D, 6.0), (A, 4.0))
 
 
 def fused(top_k, worth, weights, semantic=SEMANTIC, lexical=LEXICAL):
-    (found,) = HybridRetriever(semantic, lexical, top_k, worth, weights)([PAIR])
-    return [(d.id, d.source, d.score) for d in found]
+    (documents,) = HybridRetriever(semantic, lexical, top_k, worth, weights)([PAIR])
+    return [(d.id, d.source, d.score) for d in documents]
 
 
 def test_reciprocal_ranks():

@@ -23,29 +23,29 @@ DOCUMENTS = [
 ]
 
 
-def made(documents=DOCUMENTS, encoder="hashing", style="auto"):
+def index_of(documents=DOCUMENTS, encoder="hashing", style="auto"):
     return index.build_index(make_encoder(encoder_settings(encoder, style), documents), documents)
 
 
-def save(folder, documents=DOCUMENTS, **how):
-    built_index.save(folder, documents, **how)
+def save(folder, documents=DOCUMENTS, **options):
+    built_index.save(folder, documents, **options)
 
 
-def titles(found):
-    return [[d.title for d in row] for row in found]
+def titles(results):
+    return [[d.title for d in row] for row in results]
 
 
 def test_search_gives_the_nearest_first_and_never_more_than_there_are():
-    found = made().search(["Where was Ann Lee born?", "capital of Norway"], k=10)
-    assert [row[0] for row in titles(found)] == ["Ann Lee", "Oslo"]
-    assert all(sorted(row) == sorted(d.title for d in DOCUMENTS) for row in titles(found))
-    assert made().search([], 5) == []
+    results = index_of().search(["Where was Ann Lee born?", "capital of Norway"], k=10)
+    assert [row[0] for row in titles(results)] == ["Ann Lee", "Oslo"]
+    assert all(sorted(row) == sorted(d.title for d in DOCUMENTS) for row in titles(results))
+    assert index_of().search([], 5) == []
 
 
 def test_built_in_blocks_it_is_the_same(monkeypatch):
-    whole = made()
+    one_block = index_of()
     monkeypatch.setattr(index, "BLOCK", 2)
-    assert np.array_equal(made().vectors.base.reconstruct_n(0, 3), whole.vectors.base.reconstruct_n(0, 3))
+    assert np.array_equal(index_of().vectors.base.reconstruct_n(0, 3), one_block.vectors.base.reconstruct_n(0, 3))
 
 
 def test_float64_vectors_are_taken(monkeypatch):
@@ -57,20 +57,20 @@ def test_float64_vectors_are_taken(monkeypatch):
 
 
 def test_kept_and_read_back_it_finds_the_same(tmp_path):
-    built = made()
+    built = index_of()
     save(tmp_path / "i")
-    again = index.load(tmp_path / "i", encoder_settings())
-    assert list(again.documents) == DOCUMENTS
+    reloaded = index.load(tmp_path / "i", encoder_settings())
+    assert list(reloaded.documents) == DOCUMENTS
     queries = ["Where was Ann Lee born?", "capital of Norway", "film"]
-    assert again.search(queries, 2) == built.search(queries, 2)
+    assert reloaded.search(queries, 2) == built.search(queries, 2)
     assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
 
 
 def test_an_index_of_the_same_corpus_is_replaced_and_nothing_else_is(tmp_path):
     save(tmp_path / "i")
-    before = (tmp_path / "i").stat().st_ino
+    inode_before = (tmp_path / "i").stat().st_ino
     save(tmp_path / "i")
-    assert (tmp_path / "i").stat().st_ino != before
+    assert (tmp_path / "i").stat().st_ino != inode_before
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1").write_text("years of work")
     with raises(R3LiteError, "not-an-index"):
@@ -81,10 +81,10 @@ def test_an_index_of_the_same_corpus_is_replaced_and_nothing_else_is(tmp_path):
 def test_an_index_of_another_corpus_or_encoder_is_not_replaced(tmp_path, minilm):
     """It was, without a word: hours of encoding were gone."""
     save(tmp_path / "i")
-    others = (({"documents": DOCUMENTS[:2]}, "of another corpus"), ({"encoder": str(minilm)}, "with encoder hash"))
-    for other, reason in others:
+    changes = (({"documents": DOCUMENTS[:2]}, "of another corpus"), ({"encoder": str(minilm)}, "with encoder hash"))
+    for change, reason in changes:
         with pytest.raises(R3LiteError, match=reason) as error:
-            save(tmp_path / "i", **other)
+            save(tmp_path / "i", **change)
         assert "Pass another --output, or delete" in error.value.remedy
     save(tmp_path / "e5", encoder=str(minilm), style="e5")
     with raises(R3LiteError, "index-setting-differs", "style", "e5", "plain"):
@@ -94,26 +94,26 @@ def test_an_index_of_another_corpus_or_encoder_is_not_replaced(tmp_path, minilm)
 
 def test_a_crash_while_writing_leaves_the_old_index(tmp_path, monkeypatch):
     save(tmp_path / "i")
-    before = (tmp_path / "i").stat().st_ino
+    inode_before = (tmp_path / "i").stat().st_ino
     monkeypatch.setattr(building, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         save(tmp_path / "i")
     assert len(index.load(tmp_path / "i", encoder_settings()).documents) == 3
-    assert [(p.name, p.stat().st_ino) for p in tmp_path.iterdir()] == [("i", before)]
+    assert [(p.name, p.stat().st_ino) for p in tmp_path.iterdir()] == [("i", inode_before)]
 
 
 @pytest.mark.parametrize("stop", [OSError("busy"), KeyboardInterrupt()])
 def test_a_stop_between_the_two_renames_puts_the_old_index_back(tmp_path, monkeypatch, stop):
     """The old index, moved aside, was deleted together with the new one: nothing was left."""
     save(tmp_path / "i")
-    before = (tmp_path / "i").stat().st_ino
+    inode_before = (tmp_path / "i").stat().st_ino
     move = building.move
     monkeypatch.setattr(
         building, "move", lambda p, to: (_ for _ in ()).throw(stop) if ".build" in p.name else move(p, to)
     )
     with pytest.raises(type(stop)):
         save(tmp_path / "i")
-    assert (tmp_path / "i").stat().st_ino == before and not (tmp_path / ".i.old").exists()
+    assert (tmp_path / "i").stat().st_ino == inode_before and not (tmp_path / ".i.old").exists()
     assert len(index.load(tmp_path / "i", encoder_settings()).documents) == 3
 
 
@@ -146,11 +146,11 @@ def a_checkpoint(folder):
 def test_only_an_index_and_nothing_else_is_replaced(tmp_path, make, reason):
     """Any folder with a manifest.json was taken for an index and deleted: a web app's, and a training checkpoint."""
     make(tmp_path / "i")
-    before = sorted(tmp_path.rglob("*"))
+    files_before = sorted(tmp_path.rglob("*"))
     with pytest.raises(R3LiteError, match=reason) as error:
         save(tmp_path / "i")
     assert "--output" in error.value.remedy
-    assert sorted(tmp_path.rglob("*")) == before
+    assert sorted(tmp_path.rglob("*")) == files_before
 
 
 def test_the_folder_one_is_in_is_refused_and_one_in_it_is_not(tmp_path, monkeypatch):
@@ -193,11 +193,11 @@ def vectors(make, keep_digest=False):
 
     def change(folder):
         path = str(folder / "index.faiss")
-        made = make(faiss.read_index(path).reconstruct_n(0, 3))
-        if isinstance(made, np.ndarray):
-            array, made = made, faiss.IndexFlatIP(made.shape[1])
-            made.add(np.ascontiguousarray(array, dtype=np.float32))
-        faiss.write_index(made, path)
+        replacement = make(faiss.read_index(path).reconstruct_n(0, 3))
+        if isinstance(replacement, np.ndarray):
+            array, replacement = replacement, faiss.IndexFlatIP(replacement.shape[1])
+            replacement.add(np.ascontiguousarray(array, dtype=np.float32))
+        faiss.write_index(replacement, path)
         if not keep_digest:
             without_digest(folder)
 
@@ -205,9 +205,9 @@ def vectors(make, keep_digest=False):
 
 
 def of_another_metric(array):
-    made = faiss.IndexFlatL2(array.shape[1])
-    made.add(array)
-    return made
+    l2_index = faiss.IndexFlatL2(array.shape[1])
+    l2_index.add(array)
+    return l2_index
 
 
 def with_nan(array):
@@ -299,9 +299,9 @@ def test_passages_without_words_are_no_obstacle(tmp_path):
 
 def test_a_query_without_any_known_word_brings_nothing():
     """Its vector is zero, as near to all passages: it brought the first ones of the corpus."""
-    found = made().search(["zebra", "Norway", "", "?!"], 2)
-    assert [len(documents) for documents in found] == [0, 2, 0, 0]
-    assert found[1][0].title == "Oslo"
+    results = index_of().search(["zebra", "Norway", "", "?!"], 2)
+    assert [len(documents) for documents in results] == [0, 2, 0, 0]
+    assert results[1][0].title == "Oslo"
 
 
 def test_vectors_that_are_not_finite_are_not_indexed(monkeypatch):

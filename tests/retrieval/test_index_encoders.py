@@ -51,11 +51,11 @@ def test_what_cannot_be_rebuilt_in_its_folder_is_built_in_another(tmp_path, mini
 
 
 def test_an_index_of_one_precision_is_searched_with_the_other(tmp_path, minilm):
-    for made, searched in (("fp32", "bf16"), ("bf16", "fp32")):
-        save(tmp_path / made, encoder=str(minilm), style="plain", dtype=made)
-        manifest = json.loads((tmp_path / made / "manifest.json").read_text())
-        assert manifest.get("dtype") == (None if made == "fp32" else "bf16")
-        opened = index.load(tmp_path / made, encoder_settings(str(minilm), dtype=searched))
+    for stored, searched in (("fp32", "bf16"), ("bf16", "fp32")):
+        save(tmp_path / stored, encoder=str(minilm), style="plain", dtype=stored)
+        manifest = json.loads((tmp_path / stored / "manifest.json").read_text())
+        assert manifest.get("dtype") == (None if stored == "fp32" else "bf16")
+        opened = index.load(tmp_path / stored, encoder_settings(str(minilm), dtype=searched))
         assert opened.search(["capital of Norway"], 1)[0][0].id == "c"
 
 

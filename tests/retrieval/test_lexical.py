@@ -30,11 +30,11 @@ def test_scores_are_those_of_the_formula():
         idf = math.log(1 + (3 - n + 0.5) / (n + 0.5))
         return idf * tf / (tf + 1.5 * (0.25 + 0.75 * length / (10 / 3)))
 
-    found = Lexical(DOCUMENTS).search(["Who was filming in a harbor?"], 3)[0]  # film, harbor: stemmed; no stop words
+    hits = Lexical(DOCUMENTS).search(["Who was filming in a harbor?"], 3)[0]  # film, harbor: stemmed; no stop words
     expected = {"a": part(2, 1, 5) + part(2, 2, 5), "b": part(2, 1, 2), "c": part(2, 1, 3)}
-    assert {d.id: d.score for d in found} == pytest.approx(expected, rel=1e-5)
-    assert [d.id for d in found] == sorted(expected, key=expected.get, reverse=True)
-    assert {d.source for d in found} == {"lexical"}
+    assert {d.id: d.score for d in hits} == pytest.approx(expected, rel=1e-5)
+    assert [d.id for d in hits] == sorted(expected, key=expected.get, reverse=True)
+    assert {d.source for d in hits} == {"lexical"}
 
 
 def test_only_passages_that_share_a_word_are_found():
@@ -53,10 +53,10 @@ def test_a_word_may_have_one_character():
     """Apollo 7, 8 and 9 were one, and vitamin A and K: the first passage came for all of them."""
     lexical = Lexical(SINGLE)
     queries = ["Apollo 9", "Who flew Apollo 8?", "vitamin K"]
-    assert [found[0].id for found in lexical.search(queries, 1)] == ["9", "8", "K"]
+    assert [row[0].id for row in lexical.search(queries, 1)] == ["9", "8", "K"]
     # Nor is the s of a possessive a word: it would stand in half of all passages.
     assert lexical.search(["s"], 5) == lexical.search(["Ann's"], 5, own_places=[(1, 5)]) == [[]]
-    assert [found.id for found in Lexical([Document("d", "", "C\u00f4te d'Ivoire")]).search(["d"], 1)[0]] == ["d"]
+    assert [document.id for document in Lexical([Document("d", "", "C\u00f4te d'Ivoire")]).search(["d"], 1)[0]] == ["d"]
 
 
 def test_accents_and_widths_of_one_word_meet():
@@ -65,14 +65,14 @@ def test_accents_and_widths_of_one_word_meet():
     queries = ["Sa\u0303o", "z\u00fcrich", "tokyo", "fish"]
     documents = [Document(str(i), "", text) for i, text in enumerate(texts)]
     hashing = index.build_index(HashingEncoder.fit(texts), documents)
-    for found in (Lexical(documents).search(queries, 1), hashing.search(queries, 1)):
-        assert [row[0].id for row in found] == ["0", "1", "2", "3"]
+    for results in (Lexical(documents).search(queries, 1), hashing.search(queries, 1)):
+        assert [row[0].id for row in results] == ["0", "1", "2", "3"]
 
 
 def test_of_equal_scores_the_first_passage_comes_first():
-    same = [Document(str(i), "", "blue harbor") for i in range(40)]
+    copies = [Document(str(i), "", "blue harbor") for i in range(40)]
     for k in (1, 7, 40, 100):
-        assert [d.id for d in Lexical(same).search(["harbor"], k)[0]] == [str(i) for i in range(min(k, 40))]
+        assert [d.id for d in Lexical(copies).search(["harbor"], k)[0]] == [str(i) for i in range(min(k, 40))]
 
 
 def test_a_corpus_without_words_is_refused():

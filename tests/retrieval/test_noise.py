@@ -19,7 +19,7 @@ ONE = Question("q", "?", ("a",), DOCUMENTS, gold=(DOCUMENTS[7], DOCUMENTS[2]), g
 BARE = Question("bare", "?", ("a",), DOCUMENTS)
 
 
-def found(retriever: str, question=ONE, **changes) -> set[Document]:
+def retrieved_documents(retriever: str, question=ONE, **changes) -> set[Document]:
     """All that a retriever can bring of a question's paragraphs."""
     if retriever in ("lexical", "hybrid"):
         pytest.importorskip("bm25s")
@@ -33,10 +33,10 @@ def found(retriever: str, question=ONE, **changes) -> set[Document]:
 @pytest.mark.parametrize("retriever", ["semantic", "lexical", "hybrid"])
 def test_a_search_finds_the_paragraphs_that_golden_would_mix(retriever, context):
     """Of the 10 that are not gold, and the gold ones always; without a rate, all are searched as ever."""
-    for rate, others in ((0.0, 0), (0.3, 3), (1.0, 10)):
-        left = found(retriever, context=context, noise_rate=rate)
-        assert left == set(paragraphs(ONE, rate, 3)) and len(left) == 2 + others
-    assert found(retriever, context=context) == set(DOCUMENTS)
+    for rate, noise_count in ((0.0, 0), (0.3, 3), (1.0, 10)):
+        documents = retrieved_documents(retriever, context=context, noise_rate=rate)
+        assert documents == set(paragraphs(ONE, rate, 3)) and len(documents) == 2 + noise_count
+    assert retrieved_documents(retriever, context=context) == set(DOCUMENTS)
 
 
 def test_what_is_gold_must_be_known():
@@ -62,4 +62,4 @@ def test_a_rate_is_used_or_refused(settings, rate):
         with raises(UsageError, "setting-unused"):
             check_used("evaluate", config)
     else:
-        assert found(**settings, noise_rate=rate) != found(**settings, noise_rate=0.9)
+        assert retrieved_documents(**settings, noise_rate=rate) != retrieved_documents(**settings, noise_rate=0.9)

@@ -13,18 +13,18 @@ from r3lite.settings import ProcedureSettings
 from tests.errors import raises
 
 
-def row(name, trigger="", priority=0, description="how", **more):
+def row(name, trigger="", priority=0, description="how", **extra):
     steps = [{"action": "Search", "condition": "it is long"}, {"action": "Answer"}]
-    return {"name": name, "description": description, "trigger": trigger, "priority": priority, "steps": steps} | more
+    return {"name": name, "description": description, "trigger": trigger, "priority": priority, "steps": steps} | extra
 
 
 @pytest.fixture
 def read(tmp_path):
-    def written(*rows):
+    def procedures_of(*rows):
         (tmp_path / "p.json").write_text(json.dumps(rows))
         return read_procedures(tmp_path / "p.json")
 
-    return written
+    return procedures_of
 
 
 VECTORS = {"near one": (1, 0), "near two": (0.6, 0.8), "far": (-1, 0), "One how": (1, 0), "Two how": (0, 1)}
@@ -59,10 +59,10 @@ def test_many_triggers_take_a_moment(read):
     listed = read(row("A", ", ".join(f"phrase {i}" for i in range(20_000))), row("B", "lease of land"))
     finder = Finder(listed, None, 0.5)
     finder.find("the first one")
-    began = time.process_time()
+    start = time.process_time()
     assert finder.find("Who signed the lease of land, and where is phrase 19999?").name == "A"
     assert finder.find("Who signed the lease of landscapes?") is None
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - start < 0.5
 
 
 def test_hidden_files_of_a_folder_are_no_procedures(tmp_path):
@@ -75,8 +75,12 @@ def test_hidden_files_of_a_folder_are_no_procedures(tmp_path):
 
 
 def test_a_trigger_may_begin_or_end_with_a_sign(read):
-    (found,) = read(row("A", "c++, .net, what?"))
-    assert found.score("Is C++ fast?") == 10 and found.score("in .NET: what?") == 20 and found.score("dotnet, c") == 0
+    (procedure,) = read(row("A", "c++, .net, what?"))
+    assert (
+        procedure.score("Is C++ fast?") == 10
+        and procedure.score("in .NET: what?") == 20
+        and procedure.score("dotnet, c") == 0
+    )
 
 
 def test_the_best_trigger_then_the_nearest_description_then_nothing(read):
@@ -92,11 +96,12 @@ def test_the_best_trigger_then_the_nearest_description_then_nothing(read):
 
 
 def test_it_stands_before_the_question_and_nothing_else_changes(read):
-    finder, question = Finder(read(row("One", "alpha")), None, 1.0), Question("q", "Is alpha first?", ("yes",))
+    finder = Finder(read(row("One", "alpha")), None, 1.0)
+    question = Question("q", "Is alpha first?", ("yes",))
     expected = "Procedure: One. how\n1. Search (condition: it is long)\n2. Answer"
     assert finder.with_procedure(question) == Question("q", "Is alpha first?", ("yes",), procedure=expected)
-    other = Question("r", "Is beta?", ())
-    assert finder.with_procedure(other) is other
+    unmatched = Question("r", "Is beta?", ())
+    assert finder.with_procedure(unmatched) is unmatched
 
 
 def test_the_encoder_is_loaded_only_where_it_is_used(read, tmp_path):

@@ -31,7 +31,7 @@ def server(monkeypatch):
     """An embedded server, which every address leads to."""
     package = pytest.importorskip("qdrant_client")
     client = package.QdrantClient(":memory:")
-    monkeypatch.setattr(package, "QdrantClient", lambda **given: client)
+    monkeypatch.setattr(package, "QdrantClient", lambda **arguments: client)
     return client
 
 
@@ -80,19 +80,19 @@ def test_filling_again_encodes_what_is_new_or_changed(server, encoder, monkeypat
     changed = Document("p3", "Town 3", "It has moved.")
     assert qdrant.fill(ADDRESS, [*PASSAGES[:3], changed, *PASSAGES[4:]], encoder) == (11, 30)
     assert qdrant.fill(ADDRESS, PASSAGES[4:], encoder) == (0, 30)
-    held, _ = server.scroll("towns", limit=50)
-    assert [p.payload["text"] for p in held if p.payload["id"] == "p3"] == ["It has moved."]
+    points, _ = server.scroll("towns", limit=50)
+    assert [p.payload["text"] for p in points if p.payload["id"] == "p3"] == ["It has moved."]
 
 
 def test_the_command_fills_a_collection(server, minilm, tmp_path, settings, capsys):
     write_jsonl(tmp_path / "c.jsonl", (d.to_json() for d in PASSAGES))
-    given = ["--corpus", str(tmp_path / "c.jsonl"), "--output", ADDRESS]
-    assert recipe.main([*given, "--encoder", str(minilm), "--device", "cpu"]) == 0
+    options = ["--corpus", str(tmp_path / "c.jsonl"), "--output", ADDRESS]
+    assert recipe.main([*options, "--encoder", str(minilm), "--device", "cpu"]) == 0
     assert "written     30 passages" in capsys.readouterr().out
-    assert [found[0].id for found in ask(settings)][::2] == ["p7", "p21"]
-    assert recipe.main([*given, "--encoder", "hashing"]) == 2
+    assert [row[0].id for row in ask(settings)][::2] == ["p7", "p21"]
+    assert recipe.main([*options, "--encoder", "hashing"]) == 2
     assert "pass a BERT" in capsys.readouterr().err
-    assert recipe.main([*given, "--encoder", str(minilm), "--index-type", "hnsw"]) == 2
+    assert recipe.main([*options, "--encoder", str(minilm), "--index-type", "hnsw"]) == 2
     assert shows(capsys.readouterr().err, "setting-unused", "--index-type", "hnsw")
 
 
@@ -166,10 +166,10 @@ def test_a_wrong_address_is_refused_before_the_encoder_is_loaded(tmp_path, capsy
 
 def test_an_ipv6_address_stands_between_brackets(monkeypatch):
     package = pytest.importorskip("qdrant_client")
-    given = {}
-    monkeypatch.setattr(package, "QdrantClient", lambda **settings: given.update(settings))
+    arguments = {}
+    monkeypatch.setattr(package, "QdrantClient", lambda **settings: arguments.update(settings))
     qdrant.Collection("qdrant://[::1]:6333/towns", None)
-    assert given["host"] == "[::1]"
+    assert arguments["host"] == "[::1]"
 
 
 def test_a_key_goes_nowhere_without_encryption(monkeypatch):
@@ -190,13 +190,13 @@ def test_without_its_package_it_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("changes", "message"),
     [
         ({"encoder": "hashing"}, "pass a BERT"),
         ({"retriever": "qdrant://user:password@here/towns"}, "contains a user or password"),
         ({"retriever": "qdrant+http://here/towns"}, "is not an http or https address"),
     ],
 )
-def test_settings_that_contradict_it_are_refused(given, said):
-    with pytest.raises(UsageError, match=said):
-        RetrievalSettings(**{"retriever": ADDRESS} | given).check()
+def test_settings_that_contradict_it_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        RetrievalSettings(**{"retriever": ADDRESS} | changes).check()

@@ -35,32 +35,36 @@ class Counted:
 
     def encode_queries(self, queries):
         self.encoded.append(list(queries))
-        made = [np.random.default_rng([self.salt, *q.encode()]).normal(size=64) for q in queries]
-        return np.stack(made).astype(np.float32)
+        vectors = [np.random.default_rng([self.salt, *q.encode()]).normal(size=64) for q in queries]
+        return np.stack(vectors).astype(np.float32)
 
 
 def test_a_query_is_encoded_once_whoever_asks(tmp_path):
-    cache, encoder = QueryCache(tmp_path / "q", 1), Counted()
+    cache = QueryCache(tmp_path / "q", 1)
+    encoder = Counted()
     first = CachedEncoder(encoder, cache)
     del encoder.encoded[:]
-    made = first.encode_queries(QUERIES)
+    vectors = first.encode_queries(QUERIES)
     assert encoder.encoded == [[q] for q in QUERIES]  # each alone
-    assert np.array_equal(first.encode_queries(QUERIES[::-1]), made[::-1]) and len(encoder.encoded) == 3
+    assert np.array_equal(first.encode_queries(QUERIES[::-1]), vectors[::-1]) and len(encoder.encoded) == 3
     assert cache.metrics() == {"queries/cached_ratio": 0.5} and cache.metrics() == {}
-    other = Counted()
-    again = CachedEncoder(other, QueryCache(tmp_path / "q", 1))  # as another process does
-    assert np.array_equal(again.encode_queries([*QUERIES, "new"])[:3], made)
-    assert other.encoded[1:] == [["new"]] and again.cache.line() == f"75% of 4 queries were cached in {tmp_path / 'q'}"
-    assert made.dtype == np.float32 and first.encode_queries([]).shape == (0, 64)
+    second_encoder = Counted()
+    second = CachedEncoder(second_encoder, QueryCache(tmp_path / "q", 1))  # as another process does
+    assert np.array_equal(second.encode_queries([*QUERIES, "new"])[:3], vectors)
+    assert (
+        second_encoder.encoded[1:] == [["new"]]
+        and second.cache.line() == f"75% of 4 queries were cached in {tmp_path / 'q'}"
+    )
+    assert vectors.dtype == np.float32 and first.encode_queries([]).shape == (0, 64)
 
 
-@pytest.mark.parametrize("other", [Counted(salt=1), Counted(style="e5")])
-def test_another_encoder_finds_nothing(tmp_path, other):
+@pytest.mark.parametrize("variant", [Counted(salt=1), Counted(style="e5")])
+def test_another_encoder_finds_nothing(tmp_path, variant):
     cache = QueryCache(tmp_path / "q", 1)
-    mine = CachedEncoder(Counted(), cache).encode_queries(QUERIES)
+    ours = CachedEncoder(Counted(), cache).encode_queries(QUERIES)
     cache.metrics()
-    theirs = CachedEncoder(other, cache).encode_queries(QUERIES)
-    assert cache.metrics() == {"queries/cached_ratio": 0.0} and (other.salt == 0) == np.array_equal(mine, theirs)
+    theirs = CachedEncoder(variant, cache).encode_queries(QUERIES)
+    assert cache.metrics() == {"queries/cached_ratio": 0.0} and (variant.salt == 0) == np.array_equal(ours, theirs)
 
 
 def test_the_file_stays_within_its_bound_and_the_oldest_go(tmp_path):
@@ -95,17 +99,17 @@ def test_a_file_that_is_no_cache_is_told_and_left_alone(tmp_path):
     with raises(R3LiteError, "not-a-file", "folder"):
         QueryCache(tmp_path, 1)
     # Deleting queries went on for ever in a database of others above the limit.
-    others = sqlite3.connect(tmp_path / "others")
-    others.execute("CREATE TABLE notes (content BLOB)")
+    foreign_db = sqlite3.connect(tmp_path / "others")
+    foreign_db.execute("CREATE TABLE notes (content BLOB)")
     with raises(R3LiteError, "query-cache-unusable", "another program"):
         QueryCache(tmp_path / "others", 1)
-    assert others.execute("SELECT name FROM sqlite_master").fetchall() == [("notes",)]
+    assert foreign_db.execute("SELECT name FROM sqlite_master").fetchall() == [("notes",)]
 
 
 def test_a_file_that_fails_later_is_told_once_and_the_run_goes_on(tmp_path, capsys):
     cached = CachedEncoder(Counted(), QueryCache(tmp_path / "q", 1))
-    with sqlite3.connect(tmp_path / "q") as other:
-        other.execute("DROP TABLE queries")
+    with sqlite3.connect(tmp_path / "q") as connection:
+        connection.execute("DROP TABLE queries")
     expected = Counted().encode_queries(QUERIES)
     for _ in range(2):
         assert np.array_equal(cached.encode_queries(QUERIES), expected)
@@ -120,16 +124,16 @@ def test_searches_with_a_cache_full_or_empty_give_the_same_to_the_bit(tmp_path, 
     def searched(batches):
         setup = Setup(settings, [])
         search = build_retriever(setup)
-        found = [row for batch in batches for row in search([(Question("q", q, ()), q) for q in batch])]
-        return [[(d.id, d.score) for d in row] for row in found], setup.query_cache.metrics()["queries/cached_ratio"]
+        rows = [row for batch in batches for row in search([(Question("q", q, ()), q) for q in batch])]
+        return [[(d.id, d.score) for d in row] for row in rows], setup.query_cache.metrics()["queries/cached_ratio"]
 
     empty, none = searched([QUERIES])
     full, all_ = searched([[q] for q in QUERIES])
     assert empty == full and (none, all_) == (0.0, 1.0)
     alone = np.concatenate([BertEncoder(str(minilm), "auto").encode_queries([q]) for q in QUERIES])
-    kept = Setup(settings, []).index.encoder.encode_queries(QUERIES)
-    assert np.array_equal(kept, alone)
-    assert kept.shape == (3, 384)
+    cached = Setup(settings, []).index.encoder.encode_queries(QUERIES)
+    assert np.array_equal(cached, alone)
+    assert cached.shape == (3, 384)
 
 
 @pytest.mark.parametrize("flags", [["--retriever", "lexical"], ["--encoder", "hashing"], ["--retriever", "http://a/b"]])

@@ -6,5 +6,8 @@ from r3lite.retrieval.recall import mean_recall
 
 def test_recall_of_questions_that_bring_nothing_is_zero():
     gold = Document("1", "T", "x")
-    asked = [Question("q", "zebra?", ("a",), (gold,), gold=(gold,)), Question("p", "x?", ("a",), (gold,), gold=(gold,))]
-    assert mean_recall(asked, [[], [gold]], 2) == 0.5
+    questions = [
+        Question("q", "zebra?", ("a",), (gold,), gold=(gold,)),
+        Question("p", "x?", ("a",), (gold,), gold=(gold,)),
+    ]
+    assert mean_recall(questions, [[], [gold]], 2) == 0.5

@@ -58,25 +58,26 @@ def ask(url: str, body, path: str = "/retrieve") -> tuple[int, dict]:
 
 def test_its_end_waits_for_the_answer_under_way_and_lets_no_other_begin(local):
     """A thread that computed while Python ended aborted the process, and its client was told nothing."""
-    began, goes_on = threading.Event(), threading.Event()
+    search_started = threading.Event()
+    goes_on = threading.Event()
 
     def slow(pairs):
-        began.set()
+        search_started.set()
         assert goes_on.wait(10)
         return local(pairs)
 
-    made = server.Server(server.RetrievalService(slow, None, 5), "127.0.0.1", 0)
-    threading.Thread(target=made.serve_forever, daemon=True).start()
+    retrieval_server = server.Server(server.RetrievalService(slow, None, 5), "127.0.0.1", 0)
+    threading.Thread(target=retrieval_server.serve_forever, daemon=True).start()
     with ThreadPoolExecutor(2) as pool:
-        under_way = pool.submit(ask, f"http://127.0.0.1:{made.server_port}", {"queries": ["Town 3"]})
-        assert began.wait(10)
-        made.shutdown()
-        closing = pool.submit(made.server_close)
+        under_way = pool.submit(ask, f"http://127.0.0.1:{retrieval_server.server_port}", {"queries": ["Town 3"]})
+        assert search_started.wait(10)
+        retrieval_server.shutdown()
+        closing = pool.submit(retrieval_server.server_close)
         assert not closing.done()
         goes_on.set()
         closing.result(10)
         assert under_way.result(10)[0] == 200
-    assert made.service.one_at_a_time.locked()
+    assert retrieval_server.service.one_at_a_time.locked()
 
 
 def over_http(url: str, top_k: int = 5):
@@ -87,11 +88,12 @@ def over_http(url: str, top_k: int = 5):
 
 def test_over_http_is_what_it_is_here(local, served):
     pairs = [(QUESTION, f"river of Town {i}") for i in (3, 9, 3)]
-    here, there = local(pairs), over_http(served)(pairs)
-    assert there == here and len(there[0]) == 5
-    told = [[(d.score, d.source) for d in row] for row in there]
-    assert told == [[(d.score, d.source) for d in row] for row in here]
-    assert over_http(served, top_k=2)(pairs) == [row[:2] for row in here]
+    local_rows = local(pairs)
+    remote_rows = over_http(served)(pairs)
+    assert remote_rows == local_rows and len(remote_rows[0]) == 5
+    scores = [[(d.score, d.source) for d in row] for row in remote_rows]
+    assert scores == [[(d.score, d.source) for d in row] for row in local_rows]
+    assert over_http(served, top_k=2)(pairs) == [row[:2] for row in local_rows]
 
 
 def test_many_queries_go_in_several_requests(local, served, monkeypatch):
@@ -148,8 +150,8 @@ def test_passages_are_reranked_by_another_machine(served):
     question = Question("all", "x", ("x",), (*PASSAGES, Document("long", "", "Town 7 " * 50)))
     settings = RetrievalSettings(encoder="hashing", top_k=2, rerank=f"{served}/rerank")
     settings.check()
-    (found,) = build_retriever(Setup(settings, [question]))([(QUESTION, "Where is Town 7?")])
-    assert (found[0].id, found[0].score, len(found)) == ("long", 350.0, 2)
+    (documents,) = build_retriever(Setup(settings, [question]))([(QUESTION, "Where is Town 7?")])
+    assert (documents[0].id, documents[0].score, len(documents)) == ("long", 350.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -167,8 +169,8 @@ def test_a_reranker_that_fails_later_fails_its_queries_and_a_wrong_one_shows_at_
     url = running(Scripted((200, b'{"result": [{"index": 0, "score": 1}]}', 0), (404, b"gone", 0)))
     settings = RetrievalSettings(encoder="hashing", rerank=f"{url}/rerank")
     question = Question("all", "x", ("x",), tuple(PASSAGES))
-    (found,) = build_retriever(Setup(settings, [question]))([(QUESTION, "Where is Town 7?")])
-    assert isinstance(found, Failure) and "refuses: status 404: gone" in found.reason
+    (failure,) = build_retriever(Setup(settings, [question]))([(QUESTION, "Where is Town 7?")])
+    assert isinstance(failure, Failure) and "refuses: status 404: gone" in failure.reason
     with pytest.raises(R3LiteError, match="refuses: status 404") as error:
         build_retriever(Setup(settings, [question]))
     assert "--rerank here ends in /rerank" in error.value.remedy
@@ -177,7 +179,7 @@ def test_a_reranker_that_fails_later_fails_its_queries_and_a_wrong_one_shows_at_
 
 
 @pytest.mark.parametrize(
-    ("body", "status", "told"),
+    ("body", "status", "message"),
     [
         (b"{", 400, "not JSON"),
         (b"\xff", 400, "UTF-8"),
@@ -190,13 +192,13 @@ def test_a_reranker_that_fails_later_fails_its_queries_and_a_wrong_one_shows_at_
         (b"x" * (server.RetrievalService.largest + 1), 413, "at most 4 MiB"),
     ],
 )
-def test_a_bad_request_is_refused_with_the_reason(served, body, status, told):
+def test_a_bad_request_is_refused_with_the_reason(served, body, status, message):
     try:
-        found, reply = ask(served, body)
+        reply_status, reply = ask(served, body)
     except (ConnectionError, urllib.error.URLError):  # the server has answered and hung up before all was sent
         assert status == 413
         return
-    assert found == status and told in reply["error"]
+    assert reply_status == status and message in reply["error"]
 
 
 def test_other_paths_are_not_found_and_the_server_says_that_it_is_there(served):
@@ -211,11 +213,11 @@ def test_a_failure_there_is_a_failure_here(running, capsys, monkeypatch):
     def retrieve(pairs):
         return [Failure("the disk is gone") if query == "bad" else [PASSAGES[0]] for _, query in pairs]
 
-    found = over_http(running(server.Server(server.RetrievalService(retrieve, None, 5), "127.0.0.1", 0)))(
+    results = over_http(running(server.Server(server.RetrievalService(retrieve, None, 5), "127.0.0.1", 0)))(
         [(QUESTION, "bad"), (QUESTION, "good")]
     )
-    assert isinstance(found[0], Failure) and "503" in found[0].reason and "the disk is gone" in found[0].reason
-    assert found[1] == [PASSAGES[0]]
+    assert isinstance(results[0], Failure) and "503" in results[0].reason and "the disk is gone" in results[0].reason
+    assert results[1] == [PASSAGES[0]]
 
 
 def says(*documents) -> dict:
@@ -237,15 +239,15 @@ def test_documents_of_other_servers(running, entry, expected):
     fake = Scripted((200, says(entry), 0))
     ((document,),) = Remote(running(fake)).search(["q"], 3)
     assert (document.id, document.title, document.text, document.score) == expected
-    assert fake.asked == [{"queries": ["q"], "topk": 3, "return_scores": True}]
+    assert fake.json_bodies == [{"queries": ["q"], "topk": 3, "return_scores": True}]
 
 
 def test_without_ids_the_same_text_is_the_same_document_and_another_is_not(running):
     rome, oslo = ({"document": {"contents": f'"{name}"\nA town.'}} for name in ("Rome", "Oslo"))
     fake = Scripted((200, says(rome, oslo), 0), (200, says(rome), 0))
     remote = Remote(running(fake))
-    (first,), (again,) = remote.search(["q"], 3), remote.search(["r"], 3)
-    assert again[0] == first[0] and len({document.id for document in first}) == 2
+    (first,), (second,) = remote.search(["q"], 3), remote.search(["r"], 3)
+    assert second[0] == first[0] and len({document.id for document in first}) == 2
 
 
 def test_no_more_documents_than_were_asked_for(running):
@@ -263,7 +265,7 @@ def test_what_is_no_reply_of_a_retriever_is_told(running, slept, body):
     fake = Scripted((200, body, 0))
     with pytest.raises(R3LiteError, match="did not reply like a retriever"):
         Remote(running(fake)).search(["q"], 3)
-    assert len(fake.asked) == 1  # it would say the same again
+    assert len(fake.json_bodies) == 1  # it would say the same again
 
 
 def test_an_empty_list_is_an_answer(running):
@@ -278,7 +280,7 @@ def test_what_may_pass_is_tried_again(running, slept, status):
 
 
 def test_a_pause_that_the_server_asks_for_is_made(running, slept):
-    later = [(429, b"", 0, {"retry-after": told}) for told in ("7", "soon")]
+    later = [(429, b"", 0, {"retry-after": retry_after}) for retry_after in ("7", "soon")]
     fake = Scripted(*later, (200, says(), 0))
     assert Remote(running(fake)).search(["q"], 3) == [[]]
     assert slept == [7.0, 1.0]
@@ -288,14 +290,14 @@ def test_at_last_it_gives_up(running, slept):
     fake = Scripted((503, b"down for repairs", 0))
     with pytest.raises(R3LiteError, match="status 503: down for repairs"):
         Remote(running(fake)).search(["q"], 3)
-    assert len(fake.asked) == remote.TRIES
+    assert len(fake.json_bodies) == remote.TRIES
 
 
 def test_a_server_that_has_answered_may_start_again(running, slept):
     """A restart takes longer than the pauses of three tries: a round's queries failed in between."""
     fake = Scripted((200, says(), 0), *[(503, b"starting", 0)] * 7, (200, says(), 0))
-    found = Remote(running(fake))
-    assert found.search(["q"], 3) == found.search(["q"], 3) == [[]]
+    retriever = Remote(running(fake))
+    assert retriever.search(["q"], 3) == retriever.search(["q"], 3) == [[]]
     assert slept == [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
 
 
@@ -303,7 +305,7 @@ def test_a_refusal_is_final(running):
     fake = Scripted((404, b"not here", 0))
     with pytest.raises(R3LiteError, match="refuses: status 404: not here"):
         Remote(running(fake)).search(["q"], 3)
-    assert len(fake.asked) == 1
+    assert len(fake.json_bodies) == 1
 
 
 def test_a_server_that_is_slow_or_not_there_or_sends_without_end(running, slept, monkeypatch):
@@ -324,24 +326,24 @@ def test_a_wrong_address_shows_before_the_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"retriever": "semantik"}, "did you mean semantic"),
         ({"retriever": "http://user:secret@host/retrieve"}, "contains a user or password"),
         ({"retriever": "ftp://host/x"}, "is not an http or https address"),
     ],
 )
-def test_settings_that_contradict_each_other(settings, told):
-    with pytest.raises(UsageError, match=told) as error:
+def test_settings_that_contradict_each_other(settings, message):
+    with pytest.raises(UsageError, match=message) as error:
         RetrievalSettings(**settings).check()
     assert "secret" not in str(error.value)
 
 
 def test_an_address_that_is_taken_is_told(local, running):
-    made = server.Server(server.RetrievalService(local, None, 5), "127.0.0.1", 0)
-    running(made)
+    first_server = server.Server(server.RetrievalService(local, None, 5), "127.0.0.1", 0)
+    running(first_server)
     with raises(R3LiteError, "cannot-listen"):
-        server.Server(server.RetrievalService(local, None, 5), "127.0.0.1", made.server_port)
+        server.Server(server.RetrievalService(local, None, 5), "127.0.0.1", first_server.server_port)
 
 
 def test_the_command_serves_an_index_until_it_is_interrupted(tmp_path, capsys, monkeypatch):

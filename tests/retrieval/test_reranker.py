@@ -64,11 +64,11 @@ def test_pairs_are_cut_where_sentence_transformers_cuts_them(folder, tmp_path):
     assert CrossEncoder(str(tmp_path / "saved")).scores(PAIRS) == pytest.approx(logits.tolist(), abs=1e-4)
 
 
-def saved(folder, tmp_path, **how):
+def saved(folder, tmp_path, **options):
     """The cross-encoder as sentence-transformers writes it."""
     from sentence_transformers import CrossEncoder as Theirs
 
-    theirs = Theirs(str(folder), device="cpu", **how)
+    theirs = Theirs(str(folder), device="cpu", **options)
     theirs.save_pretrained(str(tmp_path / "saved"))
     return tmp_path / "saved", theirs
 
@@ -81,7 +81,7 @@ def test_the_default_prompt_stands_before_the_query(folder, tmp_path):
     assert CrossEncoder(str(place)).scores(PAIRS) == pytest.approx(logits.tolist(), abs=1e-4)
 
 
-def written(place, name: str, **changes) -> None:
+def update_json(place, name: str, **changes) -> None:
     path = place / name
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
@@ -92,14 +92,14 @@ def test_every_key_of_a_cross_encoder_is_read_or_refused(folder, tmp_path):
     place, theirs = saved(folder, tmp_path)
     assert {*theirs._get_model_config()} <= {*KEYS_OF_MODEL_FILE["CrossEncoder"]}
     file = "sentence_bert_config.json"
-    usual = json.loads((place / file).read_text(encoding="utf-8"))
+    config = json.loads((place / file).read_text(encoding="utf-8"))
     for key in Transformer.config_keys:
         if key in ("unpad_inputs",):
             continue
-        written(place, file, **{key: {"x": 1}})
+        update_json(place, file, **{key: {"x": 1}})
         with pytest.raises(R3LiteError, match=f"{key} is "):
             CrossEncoder(str(place))
-        (place / file).write_text(json.dumps(usual), encoding="utf-8")
+        (place / file).write_text(json.dumps(config), encoding="utf-8")
     CrossEncoder(str(place))
 
 
@@ -115,7 +115,7 @@ def test_every_key_of_a_cross_encoder_is_read_or_refused(folder, tmp_path):
 )
 def test_another_cross_encoder_is_refused(folder, tmp_path, name, changes, words):
     place, _ = saved(folder, tmp_path)
-    written(place, name, **changes)
+    update_json(place, name, **changes)
     with pytest.raises(R3LiteError, match=words):
         CrossEncoder(str(place))
 
@@ -132,10 +132,10 @@ def test_in_bf16_scores_are_nearly_the_same(folder):
 class Lengths:
     """A reranker that likes long passages."""
 
-    asked = ()
+    scored_pairs = ()
 
     def scores(self, pairs):
-        self.asked = pairs
+        self.scored_pairs = pairs
         return [float(len(passage)) for _, passage in pairs]
 
 
@@ -144,12 +144,12 @@ def test_the_best_candidates_are_kept_and_each_pair_is_read_once():
     reranker = Lengths()
     reranked = Reranked(lambda pairs: [documents, [], documents[:1], documents], reranker, top_k=2)
     one, two = Question("1", "?", ("a",)), Question("2", "?", ("a",))
-    found = reranked([(one, "q"), (one, "none"), (one, "p"), (two, "q")])
-    assert [[(d.id, d.score, d.source) for d in row] for row in found] == [
+    rankings = reranked([(one, "q"), (one, "none"), (one, "p"), (two, "q")])
+    assert [[(d.id, d.score, d.source) for d in row] for row in rankings] == [
         [("9", 9.0, "lexical"), ("7", 7.0, "lexical")], [], [("2", 2.0, "lexical")],
         [("9", 9.0, "lexical"), ("7", 7.0, "lexical")],
     ]  # fmt: skip
-    assert len(reranker.asked) == 5
+    assert len(reranker.scored_pairs) == 5
     assert Reranked(lambda pairs: [], reranker, 2)([]) == []
 
 
@@ -157,14 +157,14 @@ def test_three_times_as_many_candidates_are_asked_for(folder):
     documents = tuple(Document(str(i), f"Harbor {i}", "A harbor." + " And more." * i) for i in range(20))
     question = Question("q", "harbor", ("a",), documents)
 
-    def found(**changes):
+    def retrieve(**changes):
         settings = RetrievalSettings(retriever="lexical", encoder="hashing", **changes)
         return build_retriever(Setup(settings, [question]))([(question, "Which harbor?")])[0]
 
-    reranked, candidates = found(top_k=4, rerank=str(folder)), found(top_k=12)
+    reranked, candidates = retrieve(top_k=4, rerank=str(folder)), retrieve(top_k=12)
     scores = CrossEncoder(str(folder)).scores([("Which harbor?", f"{d.title} {d.text}") for d in candidates])
     best = sorted(zip(scores, candidates, strict=True), key=lambda pair: -pair[0])[:4]
-    assert reranked == [d for _, d in best] != found(top_k=4)
+    assert reranked == [d for _, d in best] != retrieve(top_k=4)
     assert [d.score for d in reranked] == pytest.approx([score for score, _ in best], abs=1e-5)
 
 

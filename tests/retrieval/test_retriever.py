@@ -42,13 +42,13 @@ def test_the_questions_paragraphs_are_the_corpus_where_none_is_named():
 
 
 def test_a_corpus_and_an_index(corpus, tmp_path):
-    asked = [(ONE, "Where was Ann Lee born?"), (TWO, "capital of Norway")]
-    found = retriever(corpus=corpus)(asked)
-    assert found == [[HARBOR], [OSLO]]
+    pairs = [(ONE, "Where was Ann Lee born?"), (TWO, "capital of Norway")]
+    rankings = retriever(corpus=corpus)(pairs)
+    assert rankings == [[HARBOR], [OSLO]]
     documents = [HARBOR, OSLO]
     save(tmp_path / "i", documents)
-    assert retriever(index=str(tmp_path / "i"))(asked) == found
-    assert retriever(index=str(tmp_path / "i"), corpus=corpus)(asked) == found
+    assert retriever(index=str(tmp_path / "i"))(pairs) == rankings
+    assert retriever(index=str(tmp_path / "i"), corpus=corpus)(pairs) == rankings
     (tmp_path / "corpus.jsonl").write_text(json.dumps(LEE.to_json()))
     with raises(R3LiteError, "index-corpus-differs"):
         retriever(index=str(tmp_path / "i"), corpus=corpus)
@@ -59,13 +59,13 @@ def test_kinds_of_sources_have_indexes_of_their_own(corpus, tmp_path):
     routes = retriever(corpus=corpus, source_index=(f"News={tmp_path / 'news'}",))
     pair = (ONE, "Oslo")
     assert routes([pair]) == [[OSLO]] and routes.by_kind["News"]([pair]) == [[LEE]]
-    asked = [(ONE, Search(pair[1], kind=source)) for source in ("News", "General", "", "News")]
-    assert retrieve_all(routes, asked) == [[LEE], [OSLO], [OSLO], [LEE]]
+    searches = [(ONE, Search(pair[1], kind=source)) for source in ("News", "General", "", "News")]
+    assert retrieve_all(routes, searches) == [[LEE], [OSLO], [OSLO], [LEE]]
 
 
 def test_one_reranker_serves_all_sources(corpus, tmp_path, monkeypatch):
     loaded = []
-    monkeypatch.setattr(setup, "CrossEncoder", lambda *given: loaded.append(given))
+    monkeypatch.setattr(setup, "CrossEncoder", lambda *args: loaded.append(args))
     for name in ("news", "papers"):
         save(tmp_path / name, [LEE])
     sources = (f"News={tmp_path / 'news'}", f"Academic={tmp_path / 'papers'}")
@@ -78,15 +78,15 @@ def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeyp
     for name, documents in (("all", [HARBOR, OSLO]), ("news", [LEE])):
         save(tmp_path / name, documents, str(minilm), "plain")
     make = index.make_encoder
-    monkeypatch.setattr(index, "make_encoder", lambda *given, **named: loaded.append(given) or make(*given, **named))
-    given = {"encoder": str(minilm), "index": str(tmp_path / "all"), "source_index": (f"News={tmp_path / 'news'}",)}
-    routes = retriever(**given)
+    monkeypatch.setattr(index, "make_encoder", lambda *args, **named: loaded.append(args) or make(*args, **named))
+    settings = {"encoder": str(minilm), "index": str(tmp_path / "all"), "source_index": (f"News={tmp_path / 'news'}",)}
+    routes = retriever(**settings)
     assert len(loaded) == 1
     assert routes.by_kind["News"]([(ONE, "Ann Lee")]) == [[LEE]] and routes([(ONE, "Oslo")]) == [[OSLO]]
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         ({"source_index": ("Sport=x",)}, "write it as News=FOLDER; kinds are General, News, Academic"),
         ({"source_index": ("News=",)}, "write it as News=FOLDER"),
@@ -94,17 +94,17 @@ def test_one_encoder_serves_the_indexes_of_all_sources(minilm, tmp_path, monkeyp
         ({"source_index": ("News=ftp://x",)}, "is not an http or https address"),
     ],
 )
-def test_sources_that_contradict_are_refused(given, said):
-    with pytest.raises(UsageError, match=said):
-        RetrievalSettings(**given).check()
+def test_sources_that_contradict_are_refused(settings, message):
+    with pytest.raises(UsageError, match=message):
+        RetrievalSettings(**settings).check()
 
 
 def test_sources_have_retrievers_of_their_own():
     settings = RetrievalSettings(source_index=("News=x", "Academic=http://host/retrieve"))
     settings.check()
-    own = settings.by_kind
-    assert (own["News"].index, own["News"].retriever) == ("x", "semantic")
-    assert (own["Academic"].index, own["Academic"].retriever) == (None, "http://host/retrieve")
+    by_kind = settings.by_kind
+    assert (by_kind["News"].index, by_kind["News"].retriever) == ("x", "semantic")
+    assert (by_kind["Academic"].index, by_kind["Academic"].retriever) == (None, "http://host/retrieve")
 
 
 def test_bad_lines_of_a_corpus_are_skipped_on_demand(corpus, tmp_path):
@@ -124,15 +124,16 @@ def test_bad_lines_of_a_corpus_are_skipped_on_demand(corpus, tmp_path):
 
 @pytest.mark.parametrize(("context", "first"), [("corpus", ONE), ("question", TWO)])
 def test_equal_queries_are_encoded_once_and_one_call_is_one_batch(monkeypatch, context, first):
-    retrieve, seen = retriever(context=context), []
+    retrieve = retriever(context=context)
+    batches = []
     encoder = retrieve.retrieve.passages.encoder
     encode = encoder.encode_queries
-    monkeypatch.setattr(encoder, "encode_queries", lambda queries: seen.append(list(queries)) or encode(queries))
-    found = retrieve([(first, "Oslo"), (TWO, "Ann Lee"), (TWO, "Oslo")])
-    assert seen == [["Oslo", "Ann Lee"]]
-    assert found[0] == found[2]
-    found[0].clear()  # what a caller does to one list is its own affair
-    assert found[2]
+    monkeypatch.setattr(encoder, "encode_queries", lambda queries: batches.append(list(queries)) or encode(queries))
+    rankings = retrieve([(first, "Oslo"), (TWO, "Ann Lee"), (TWO, "Oslo")])
+    assert batches == [["Oslo", "Ann Lee"]]
+    assert rankings[0] == rankings[2]
+    rankings[0].clear()  # what a caller does to one list is its own affair
+    assert rankings[2]
     assert retrieve([]) == []
 
 
@@ -149,12 +150,12 @@ def test_without_any_passages_it_says_what_to_pass():
 def test_every_document_says_what_brought_it_and_how_well():
     pair = (ONE, "Who directed Blue Harbor, a film?")
     for name, sources in (("semantic", {"semantic"}), ("lexical", {"lexical"}), ("hybrid", {"semantic+lexical"})):
-        (found,) = retriever(retriever=name, top_k=3)([pair])
-        assert found[0] == HARBOR and found[0].source in sources
-        assert [d.score for d in found] == sorted((d.score for d in found), reverse=True)
-    (found,) = retriever(retriever="hybrid", top_k=3)([pair])
-    assert {d.source for d in found} == {"semantic+lexical", "semantic"}  # the others share no word with the query
-    assert found[0].to_json() == HARBOR.to_json()  # files have passages only
+        (documents,) = retriever(retriever=name, top_k=3)([pair])
+        assert documents[0] == HARBOR and documents[0].source in sources
+        assert [d.score for d in documents] == sorted((d.score for d in documents), reverse=True)
+    (documents,) = retriever(retriever="hybrid", top_k=3)([pair])
+    assert {d.source for d in documents} == {"semantic+lexical", "semantic"}  # the others share no word with the query
+    assert documents[0].to_json() == HARBOR.to_json()  # files have passages only
 
 
 @pytest.mark.parametrize("name", ["semantic", "lexical", "hybrid"])
@@ -217,11 +218,11 @@ def test_a_retriever_that_only_fails_stops_the_run():
 def test_a_server_goes_on_however_many_queries_fail():
     retrieve = Tolerant(Flaky(OSError("gone")), gives_up=False)
     assert retrieve([(ONE, "bad")] * (GIVE_UP + 1)) == [Failure("OSError: gone")] * (GIVE_UP + 1)
-    made = build_retriever(Setup(RetrievalSettings(retriever="none"), [], gives_up=False))
-    assert not made.gives_up
+    server_retriever = build_retriever(Setup(RetrievalSettings(retriever="none"), [], gives_up=False))
+    assert not server_retriever.gives_up
 
 
-def test_every_retriever_can_be_chosen():
+def test_the_settings_name_every_retriever():
     assert tuple(RETRIEVERS) == NAMES
 
 

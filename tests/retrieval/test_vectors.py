@@ -27,8 +27,8 @@ LEAST = {"flat": 1.0, "sq8": 0.95, "hnsw": 0.97, "ivf-sq8": 0.9, "opq-ivf-pq": 0
 def clustered(count, d, seed=0):
     rng = np.random.default_rng(seed)
     centres = np.random.default_rng(99).standard_normal((100, d))
-    made = centres[rng.integers(100, size=count)] + 0.5 * rng.standard_normal((count, d))
-    return (made / np.linalg.norm(made, axis=1, keepdims=True)).astype(np.float32)
+    points = centres[rng.integers(100, size=count)] + 0.5 * rng.standard_normal((count, d))
+    return (points / np.linalg.norm(points, axis=1, keepdims=True)).astype(np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +39,19 @@ def vectors():
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, vectors):
     """The file of an index of each kind."""
-    folder, made = tmp_path_factory.mktemp("kinds"), {}
+    folder = tmp_path_factory.mktemp("kinds")
+    paths = {}
     for kind in CLASSES:
         file = VectorFile(folder / f"{kind}.bin", D, kind)
         file.append(vectors)
         write_vectors(build_vectors(kind, file), folder / kind)
-        made[kind] = folder / kind
-    return made
+        paths[kind] = folder / kind
+    return paths
 
 
-def recall(found, queries, vectors, live):
+def recall(hits, queries, vectors, live):
     truth = np.argsort(-(queries @ vectors.T)[:, live], axis=1)[:, :10]
-    return np.mean([len(set(p) & set(t)) / 10 for (_, p), t in zip(found, truth, strict=True)])
+    return np.mean([len(set(p) & set(t)) / 10 for (_, p), t in zip(hits, truth, strict=True)])
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -60,27 +61,27 @@ def test_recall_against_brute_force_also_without_deleted_ones(built, vectors, ki
     assert recall(opened.search(queries, 10), queries, vectors, everything) >= LEAST[kind]
     # Deleted are the nearest of every query among others: what is found is numbered as if they had never been there.
     deleted = np.unique(np.concatenate([p[:3] for _, p in opened.search(queries, 3)] + [np.arange(0, COUNT, 5)]))
-    found = Vectors(opened.base, None, deleted).search(queries, 10)
-    assert recall(found, queries, vectors, np.delete(everything, deleted)) >= LEAST[kind] - 0.05
-    assert all(len(p) == 10 and p.max() < COUNT - len(deleted) for _, p in found)
+    hits = Vectors(opened.base, None, deleted).search(queries, 10)
+    assert recall(hits, queries, vectors, np.delete(everything, deleted)) >= LEAST[kind] - 0.05
+    assert all(len(p) == 10 and p.max() < COUNT - len(deleted) for _, p in hits)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_added_vectors_are_found_with_the_others(built, vectors, kind):
-    more, queries = clustered(2000, D, seed=2), clustered(100, D, seed=1)
+    extra, queries = clustered(2000, D, seed=2), clustered(100, D, seed=1)
     added = faiss.IndexFlatIP(D)
-    added.add(more)
+    added.add(extra)
     both = Vectors(open_vectors(built[kind], kind, ""), added)
-    least = LEAST[kind]
-    assert recall(both.search(queries, 10), queries, np.vstack([vectors, more]), np.arange(COUNT + 2000)) >= least
+    min_recall = LEAST[kind]
+    assert recall(both.search(queries, 10), queries, np.vstack([vectors, extra]), np.arange(COUNT + 2000)) >= min_recall
 
 
 def test_flat_is_what_a_bare_faiss_index_gives(built, vectors):
     bare, queries = faiss.IndexFlatIP(D), clustered(20, D, seed=1)
     bare.add(vectors)
     scores, places = bare.search(queries, 5)
-    for mine, (s, p) in enumerate(Vectors(open_vectors(built["flat"], "flat", "")).search(queries, 5)):
-        assert np.array_equal(s, scores[mine]) and np.array_equal(p, places[mine])
+    for row, (s, p) in enumerate(Vectors(open_vectors(built["flat"], "flat", "")).search(queries, 5)):
+        assert np.array_equal(s, scores[row]) and np.array_equal(p, places[row])
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -130,8 +131,8 @@ def test_auto_is_the_most_exact_that_fits(passages, dimension, gib, kind):
 def test_what_does_not_fit_is_refused_with_what_would():
     with raises(R3LiteError, "index-beyond-budget", "1.00 GiB") as error:
         choose("flat", 1_000_000, 768, 1 << 30)
-    told = error.value.remedy.split()[2].removesuffix("MiB,")
-    assert choose("flat", 1_000_000, 768, int(told) << 20).kind == "flat"
+    budget = error.value.remedy.split()[2].removesuffix("MiB,")
+    assert choose("flat", 1_000_000, 768, int(budget) << 20).kind == "flat"
     with raises(R3LiteError, "index-beyond-budget", "150.0 MiB: sq8") as error:
         choose("auto", 100_000, 768, 150 << 20)
     assert error.value.remedy == "Pass --memory-budget 157MiB."  # opq-ivf-pq, the last kind, would take 418

@@ -39,10 +39,10 @@ def exa(running, monkeypatch, tmp_path):
         monkeypatch.setattr(web, "EXA", f"{running(fake)}/search")
         monkeypatch.setattr(remote, "PAUSE", 0.0)
         monkeypatch.setenv("EXA_API_KEY", "secret-key")
-        given = {"retriever": "exa", "encoder": "hashing", "web_cache": str(tmp_path / "web"), "web_rpm": 10_000}
-        made = RetrievalSettings(**given | settings)
-        made.check()
-        return fake, made
+        defaults = {"retriever": "exa", "encoder": "hashing", "web_cache": str(tmp_path / "web"), "web_rpm": 10_000}
+        retrieval_settings = RetrievalSettings(**defaults | settings)
+        retrieval_settings.check()
+        return fake, retrieval_settings
 
     return start
 
@@ -57,12 +57,12 @@ def ask(settings: RetrievalSettings, *queries: str):
 
 def test_the_nearest_pages_come_first_with_their_nearest_sentences(exa):
     fake, settings = exa((200, PAGES, 0), web_results=7)
-    (found,) = ask(settings, "Who directed  Blue Harbor?")
-    assert [(d.id, d.title, d.source) for d in found] == [
+    (documents,) = ask(settings, "Who directed  Blue Harbor?")
+    assert [(d.id, d.title, d.source) for d in documents] == [
         ("https://b.example/y", "Harbor", "exa"), ("https://a.example/x", "On Oslo", "exa"),
     ]  # fmt: skip
-    assert found[0].text == HARBOR and found[0].score > found[1].score
-    assert fake.asked == [
+    assert documents[0].text == HARBOR and documents[0].score > documents[1].score
+    assert fake.json_bodies == [
         {"query": "Who directed Blue Harbor?", "numResults": 7, "contents": {"text": {"maxCharacters": 4000}}}
     ]
     assert fake.headers[0]["x-api-key"] == "secret-key"
@@ -72,8 +72,8 @@ def test_the_nearest_pages_come_first_with_their_nearest_sentences(exa):
 def test_queries_that_the_limit_of_characters_makes_equal_are_sent_once(exa):
     long = "word " * web.QUERY
     fake, settings = exa((200, PAGES, 0))
-    one, other = ask(settings, f"{long}a", f"{long}b")
-    assert one == other
+    first, second = ask(settings, f"{long}a", f"{long}b")
+    assert first == second
     assert len(fake.bodies) == 1
 
 
@@ -89,11 +89,11 @@ def test_a_passage_is_as_long_as_it_may_be_and_in_the_order_of_the_text(exa, mon
 def test_a_real_encoder_scores_sentences(exa, minilm):
     """By hand: a page's score is the highest cosine of its sentences."""
     _, settings = exa((200, PAGES, 0), encoder=str(minilm))
-    (found,) = ask(settings, "a movie's director")
+    (documents,) = ask(settings, "a movie's director")
     encoder = Setup(settings, []).encoder
     sentences = encoder.encode_queries(HARBOR.replace(". ", ".\n").split("\n"))
     cosines = sentences @ encoder.encode_queries(["a movie's director"])[0]
-    assert found[0].id == "https://b.example/y" and found[0].score == pytest.approx(cosines.max(), abs=1e-5)
+    assert documents[0].id == "https://b.example/y" and documents[0].score == pytest.approx(cosines.max(), abs=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -117,31 +117,32 @@ def test_a_services_text_is_plain_and_printable(text, read):
 def test_lengths_are_capped(exa):
     long = {"results": [{"url": "u" * 9999, "title": "t " * 9999, "text": "word " * 9_999}] * 30}
     fake, settings = exa((200, long, 0))
-    (found,) = ask(settings, "word " * 999)
-    assert len(fake.asked[0]["query"]) == 400 and len(found) == 5
-    assert all(len(d.id) <= 500 and len(d.title) <= 200 and len(d.text.split()) <= 128 for d in found)
-    assert all(len(d.text.split()) == 128 for d in found)  # as many words as tokens: long sentences are no single words
+    (pages,) = ask(settings, "word " * 999)
+    assert len(fake.json_bodies[0]["query"]) == 400 and len(pages) == 5
+    assert all(len(d.id) <= 500 and len(d.title) <= 200 and len(d.text.split()) <= 128 for d in pages)
+    assert all(len(d.text.split()) == 128 for d in pages)  # as many words as tokens: long sentences are no single words
 
 
 def test_each_kind_of_source_is_the_services_own(exa):
     fake, settings = exa((200, PAGES, 0))
-    asked = [(QUESTION, Search("x y", kind=kind)) for kind in ("General", "News", "Academic", "")]
-    assert all(len(found) == 2 for found in retrieve_all(retriever(settings), asked))
-    assert sorted(body.get("category", "") for body in fake.asked) == ["", "news", "research paper"]  # "" is recorded
+    searches = [(QUESTION, Search("x y", kind=kind)) for kind in ("General", "News", "Academic", "")]
+    assert all(len(documents) == 2 for documents in retrieve_all(retriever(settings), searches))
+    # "" is recorded.
+    assert sorted(body.get("category", "") for body in fake.json_bodies) == ["", "news", "research paper"]
 
 
 def test_a_source_may_be_a_service_or_an_index_beside_one(exa, tmp_path):
     save(tmp_path / "i", [TOWN])
     fake, settings = exa((200, PAGES, 0), retriever="semantic", index=str(tmp_path / "i"), source_index=("News=exa",))
-    asked = [(QUESTION, Search("Oslo town", kind=kind)) for kind in ("News", "General")]
-    assert [len(found) for found in retrieve_all(retriever(settings), asked)] == [2, 1]
-    assert [body["category"] for body in fake.asked] == ["news"]
+    searches = [(QUESTION, Search("Oslo town", kind=kind)) for kind in ("News", "General")]
+    assert [len(documents) for documents in retrieve_all(retriever(settings), searches)] == [2, 1]
+    assert [body["category"] for body in fake.json_bodies] == ["news"]
     _, settings = exa((200, PAGES, 0), source_index=(f"News={tmp_path / 'i'}",))
-    assert [len(found) for found in retrieve_all(retriever(settings), asked)] == [1, 2]
+    assert [len(documents) for documents in retrieve_all(retriever(settings), searches)] == [1, 2]
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "reason"),
     [
         ((200, {"results": 5}, 0), "did not reply like documented: .*results is 5, not a list"),
         ((200, {"results": [{"url": 7}]}, 0), r"results\[0\].url is 7, not text"),
@@ -154,14 +155,14 @@ def test_a_source_may_be_a_service_or_an_index_beside_one(exa, tmp_path):
         ((302, b"", 0, {"location": "http://127.0.0.1:9/"}), "refuses: status 302"),
     ],
 )
-def test_failures_are_outcomes_without_the_key_and_are_not_recorded(exa, monkeypatch, reply, said, tmp_path, capsys):
+def test_failures_are_outcomes_without_the_key_and_are_not_recorded(exa, monkeypatch, reply, reason, tmp_path, capsys):
     monkeypatch.setattr(remote, "TIMEOUT", 0.3)
     monkeypatch.setattr(remote, "LARGEST", 50_000)
     _, settings = exa(reply)
-    (found,) = ask(settings, "x")
-    assert isinstance(found, Failure)
-    assert re.search(said, found.reason), found.reason
-    assert "secret-key" not in found.reason + capsys.readouterr().err and not list(tmp_path.glob("web/*"))
+    (failure,) = ask(settings, "x")
+    assert isinstance(failure, Failure)
+    assert re.search(reason, failure.reason), failure.reason
+    assert "secret-key" not in failure.reason + capsys.readouterr().err and not list(tmp_path.glob("web/*"))
 
 
 def test_nothing_found_is_no_failure(exa):
@@ -182,14 +183,14 @@ def test_recorded_answers_replay_to_the_bit_without_network_and_key(exa, monkeyp
     monkeypatch.setattr(socket, "socket", no_network)
     monkeypatch.setattr(socket, "create_connection", no_network)
     replay = RetrievalSettings(**vars(settings) | {"web_replay": True})
-    again = ask(replay, *queries)
-    assert again == first and [[d.score for d in row] for row in again] == [[d.score for d in row] for row in first]
+    second = ask(replay, *queries)
+    assert second == first and [[d.score for d in row] for row in second] == [[d.score for d in row] for row in first]
     (missing,) = ask(replay, "another")
     assert isinstance(missing, Failure) and "has no result for this query" in missing.reason
     files = list((tmp_path / "web").iterdir())
     assert len(files) == 2 and not any("secret-key" in path.read_text() for path in files)
     files[0].write_text('{"pages": [')
-    assert sum(isinstance(found, Failure) for found in ask(replay, *queries[:2])) == 1
+    assert sum(isinstance(outcome, Failure) for outcome in ask(replay, *queries[:2])) == 1
     assert "ignoring a damaged cached reply" in capsys.readouterr().err
 
 
@@ -222,8 +223,8 @@ def duckduckgo(running, monkeypatch, tmp_path):
         monkeypatch.setattr(Duckduckgo, "search_url", f"{address}/html/")
         monkeypatch.setattr(DuckduckgoNews, "search_url", f"{address}/news.js")
         monkeypatch.setattr(DuckduckgoNews, "_get_vqd", lambda self, query: "1")
-        given = {"retriever": "duckduckgo", "encoder": "hashing", "web_cache": str(tmp_path / "web")}
-        return fake, RetrievalSettings(**given)
+        settings = {"retriever": "duckduckgo", "encoder": "hashing", "web_cache": str(tmp_path / "web")}
+        return fake, RetrievalSettings(**settings)
 
     return start
 
@@ -231,16 +232,16 @@ def duckduckgo(running, monkeypatch, tmp_path):
 def test_duckduckgo_by_its_package(duckduckgo):
     page = "<html><body>" + RESULT.format("Oslo", "a", "Oslo is a city.") + RESULT.format("Harbor", "b", HARBOR)
     fake, settings = duckduckgo((200, page.encode(), 0))
-    (found,) = ask(settings, "Who directed Blue Harbor?")
-    assert [(d.id, d.title) for d in found] == [("https://b.example/", "Harbor"), ("https://a.example/", "Oslo")]
-    assert found[0].source == "duckduckgo" and "Ann Lee" in found[0].text and b"Blue" in fake.bodies[0]
+    (documents,) = ask(settings, "Who directed Blue Harbor?")
+    assert [(d.id, d.title) for d in documents] == [("https://b.example/", "Harbor"), ("https://a.example/", "Oslo")]
+    assert documents[0].source == "duckduckgo" and "Ann Lee" in documents[0].text and b"Blue" in fake.bodies[0]
 
 
 def test_news_of_duckduckgo_and_what_it_has_no_kind_for(duckduckgo):
     row = {"date": 1, "title": "T", "excerpt": "Oslo grows.", "url": "https://n.example/", "source": "N"}
     _, settings = duckduckgo((200, json.dumps({"results": [row]}).encode(), 0))
-    (found,) = retrieve_all(retriever(settings), [(QUESTION, Search("Oslo", kind="News"))])
-    assert [(d.id, d.title, d.text) for d in found] == [("https://n.example/", "T", "Oslo grows.")]
+    (documents,) = retrieve_all(retriever(settings), [(QUESTION, Search("Oslo", kind="News"))])
+    assert [(d.id, d.title, d.text) for d in documents] == [("https://n.example/", "T", "Oslo grows.")]
     assert "Academic" not in retriever(settings).by_kind
 
 
@@ -248,18 +249,18 @@ def test_news_of_duckduckgo_and_what_it_has_no_kind_for(duckduckgo):
 def test_duckduckgo_without_results_is_a_failure(duckduckgo, reply, tmp_path):
     """It does not tell that there is nothing from that it was asked too often."""
     _, settings = duckduckgo(reply)
-    (found,) = ask(settings, "x")
-    assert isinstance(found, Failure) and "DuckDuckGo returned no results: No results" in found.reason
+    (failure,) = ask(settings, "x")
+    assert isinstance(failure, Failure) and "DuckDuckGo returned no results: No results" in failure.reason
     assert not list(tmp_path.glob("web/*"))
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("settings", "message"),
     [
         ({"web_results": 3}, "--top-k is 5; it must be at most --web-results, 3"),
         ({"retriever": "duckduckgoo"}, "did you mean duckduckgo"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(given, said):
-    with pytest.raises(UsageError, match=said):
-        RetrievalSettings(**{"retriever": "exa"} | given).check()
+def test_settings_that_contradict_each_other_are_refused(settings, message):
+    with pytest.raises(UsageError, match=message):
+        RetrievalSettings(**{"retriever": "exa"} | settings).check()

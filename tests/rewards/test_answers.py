@@ -14,11 +14,11 @@ def test_exact_match_and_f1():
 
 
 @pytest.mark.parametrize(
-    ("said", "paid"),
+    ("text", "paid"),
     [("It was Ada, of course.", 1), ("Ada", 1), ("Adam", 0), ("Byron", 0), ("a Da", 0), ("", 0)],
 )
-def test_an_answer_that_holds_the_gold_one_as_words(said, paid):
-    assert contains_gold(answered(said)) == paid
+def test_an_answer_that_holds_the_gold_one_as_words(text, paid):
+    assert contains_gold(answered(text)) == paid
 
 
 def test_a_gold_answer_in_a_script_without_spaces():
@@ -38,11 +38,18 @@ def test_rouge_l():
 
 
 def test_rouge_l_in_levels():
-    said = ["Police killed the gunman.", "police kill the gunman", "police the", "police went home today", "nobody", ""]
+    texts = [
+        "Police killed the gunman.",
+        "police kill the gunman",
+        "police the",
+        "police went home today",
+        "nobody",
+        "",
+    ]
     # ROUGE-L F1: exact; 3/4; 2 of 2 and of 4, 2/3; 1/4; none; no answer.
-    assert [rouge_l_levels(answered(s, question=SENTENCE)) for s in said] == [5, 3, 0, -1, -1, -1]
+    assert [rouge_l_levels(answered(s, question=SENTENCE)) for s in texts] == [5, 3, 0, -1, -1, -1]
     tuned = {"high": 0.6, "low": 0.2, "pay_high": 2.0, "pay_low": -0.5}
-    assert [rouge_l_levels(answered(s, question=SENTENCE), **tuned) for s in said] == [5, 2, 2, 0, -0.5, -0.5]
+    assert [rouge_l_levels(answered(s, question=SENTENCE), **tuned) for s in texts] == [5, 2, 2, 0, -0.5, -0.5]
 
 
 def test_an_exact_match_that_rouge_has_no_words_for():
@@ -51,10 +58,10 @@ def test_an_exact_match_that_rouge_has_no_words_for():
 
 
 def test_the_weight_of_hops():
-    def of(text, hops, *found):
+    def of(text, hops, *hits):
         gold = tuple(GOLD[0].__class__(str(i), f"T{i}", f"Text {i}") for i in range(hops))
         question = Question("q", "?", ("Ada Byron",), gold=gold)
-        return hop_weighted(answered(text, search(*(gold[i] for i in found)), question=question))
+        return hop_weighted(answered(text, search(*(gold[i] for i in hits)), question=question))
 
     assert of("Ada Byron", 2, 0, 1) == pytest.approx(0.8 * 0.9 + 0.2)
     # F1 of one word of two is 2/3; one paragraph of three; three hops weigh 1.5.

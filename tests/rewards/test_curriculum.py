@@ -19,8 +19,8 @@ ANSWER = {"name": "exact_match", "weight": 0.5, "first_weight": -0.3}
 ALWAYS = {"name": "answer_f1", "weight": 2.0}
 
 
-def settings(**more) -> RewardSettings:
-    return RewardSettings(rewards=tuple(map(RewardEntry, (FORM, ANSWER, ALWAYS))), **more)
+def settings(**curriculum) -> RewardSettings:
+    return RewardSettings(rewards=tuple(map(RewardEntry, (FORM, ANSWER, ALWAYS))), **curriculum)
 
 
 def weights(of: RewardSettings, number: int) -> list[float]:
@@ -36,8 +36,8 @@ def test_the_hard_switch_comes_after_the_last_round_of_the_curriculum():
 
 def test_the_linear_switch_goes_on_in_equal_parts():
     linear = settings(curriculum_rounds=4, curriculum_switch="linear")
-    found = [weights(linear, n)[1] for n in range(1, 8)]
-    assert found == pytest.approx([-0.3, -0.1, 0.1, 0.3, 0.5, 0.5, 0.5])
+    answer_weights = [weights(linear, n)[1] for n in range(1, 8)]
+    assert answer_weights == pytest.approx([-0.3, -0.1, 0.1, 0.3, 0.5, 0.5, 0.5])
     assert [n for n in range(1, 9) if weights_change_at(linear, n)] == [2, 3, 4, 5]
     assert metrics_of_weights(linear, 2) == {
         "rewards/all_tags/weight": pytest.approx(0.3625), "rewards/exact_match/weight": pytest.approx(-0.1)
@@ -62,14 +62,14 @@ def test_a_first_weight_is_a_finite_number(weight):
 
 def test_r_search_pays_by_the_round_in_an_episode_with_a_plan():
     """0.2 + 0.4 + 0.4 for the first 30 rounds, then 0.5 + 0.25 + 0.25; what the judge says is always asked for."""
-    chosen = resolve("ppo", PpoConfig(), ["--preset", "r-search-dag"])
-    assert chosen.protocol.format == "dag" and needs_verdict(settings_of_round(chosen.reward, 1))
+    config = resolve("ppo", PpoConfig(), ["--preset", "r-search-dag"])
+    assert config.protocol.format == "dag" and needs_verdict(settings_of_round(config.reward, 1))
     plan = Step("Nodes: ...", (Search("Who?", (GOLD[0],), "General"),))
-    whole = answered("Ada Lovelace", plan)
-    for correct, found in ((True, (1.0, 1.0)), (False, (0.8, 0.5))):
+    episode = answered("Ada Lovelace", plan)
+    for correct, totals in ((True, (1.0, 1.0)), (False, (0.8, 0.5))):
         verdict = Verdict(correct, (StepVerdict(0.0, 0.0),) * 2)
-        paid = [score(whole, settings_of_round(chosen.reward, n), verdict) for n in (30, 31)]
-        assert [p.total for p in paid] == pytest.approx(found)
+        paid = [score(episode, settings_of_round(config.reward, n), verdict) for n in (30, 31)]
+        assert [p.total for p in paid] == pytest.approx(totals)
     assert paid[0].parts["valid_plan"] == 0.4 and paid[1].parts["valid_plan"] == 0.25
 
 

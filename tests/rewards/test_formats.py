@@ -22,8 +22,8 @@ def test_strict_and_approximate(episode, strict, approximate):
 
 
 def test_all_tags_or_a_share_of_them():
-    whole = answered("Ada", search(GOLD[0]))
-    assert tag_share(whole) == all_tags(whole) == all_tags(whole, documents=True) == 1
+    full_episode = answered("Ada", search(GOLD[0]))
+    assert tag_share(full_episode) == all_tags(full_episode) == all_tags(full_episode, documents=True) == 1
     nothing_found = answered("Ada", search())
     assert (tag_share(nothing_found, documents=True), all_tags(nothing_found, documents=True)) == (3 / 4, 0)
     at_once = answered("Ada")
@@ -39,11 +39,11 @@ def test_tags_as_a_protocol_reads_them():
         episode = Episode(QUESTION, [step], ANSWERED if step.answer else MALFORMED)
         return strict_format(episode), approximate_format(episode), tag_share(episode, query=False)
 
-    whole = "<start_working_out> So. <end_working_out><SOLUTION> Ada </SOLUTION>"
-    assert paid(whole) == (1, 1, 1)
-    assert paid("Well, " + whole) == (0, 1, 1)
+    solution = "<start_working_out> So. <end_working_out><SOLUTION> Ada </SOLUTION>"
+    assert paid(solution) == (1, 1, 1)
+    assert paid("Well, " + solution) == (0, 1, 1)
     assert paid("<SOLUTION> Ada </SOLUTION>") == (0, 1, 1 / 2)
-    assert paid(whole + "<SOLUTION> Bob </SOLUTION>") == (0, 0, 1 / 2)  # it is not clear which of the two is meant
+    assert paid(solution + "<SOLUTION> Bob </SOLUTION>") == (0, 0, 1 / 2)  # it is not clear which of the two is meant
 
 
 def test_a_valid_plan_as_its_protocol_reads_it():

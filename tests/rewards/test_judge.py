@@ -15,6 +15,7 @@ from r3lite.rewards.verdict import StepVerdict, Verdict
 from r3lite.settings import JudgeSettings, RewardSettings
 from r3lite.settings.rewards import RewardEntry
 from tests.errors import raises
+from tests.fake_gemini import text_reply
 
 GOLD = Document("1", "Ada", "Ada Byron wrote the first program. " + "x" * 1000)
 STEPS = [Step.asking("Who was it?", "first programmer", (GOLD,)), Step("It was Ada.", answer="Lady Lovelace")]
@@ -39,16 +40,16 @@ def judge(client):
     return lambda *args, **settings: Judge(client(*args, **settings))
 
 
-def test_one_call_per_episode_judges_all_its_steps(gemini, judge, answers):
-    gemini.script = [answers.said(grade())]
+def test_one_call_per_episode_judges_all_its_steps(gemini, judge):
+    gemini.script = [text_reply(grade())]
     judging = judge()
     (verdict,) = judging.verdicts([episode()])
     assert verdict == Verdict(True, (StepVerdict(0.8, 0.9, 0.6), StepVerdict(0.0, 1.0)))
     (request,) = gemini.requests
-    shown = data(request[2])
-    assert shown["gold_answers"] == ["Ada Byron", "Ada"] and shown["final_answer"] == "Lady Lovelace"
-    assert [s["step"] for s in shown["steps"]] == [1, 2]
-    assert len(shown["steps"][0]["documents"][0]["text"]) == 512  # documents are cut
+    prompt = data(request[2])
+    assert prompt["gold_answers"] == ["Ada Byron", "Ada"] and prompt["final_answer"] == "Lady Lovelace"
+    assert [s["step"] for s in prompt["steps"]] == [1, 2]
+    assert len(prompt["steps"][0]["documents"][0]["text"]) == 512  # documents are cut
     counts = judging.counts()
     assert counts["judge/calls"] == 1 and counts["judge/input_tokens"] == 100 and counts["judge/cost"] > 0
     settings = RewardSettings(outcome_em=0, outcome_judge=1, process_recall=0, process_judge=1, format_reward=0)
@@ -74,8 +75,8 @@ ATTACKS = [
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
-def test_text_of_an_episode_cannot_leave_its_place(gemini, judge, answers, attack):
-    gemini.script = [answers.said(grade())]
+def test_text_of_an_episode_cannot_leave_its_place(gemini, judge, attack):
+    gemini.script = [text_reply(grade())]
     steps = [Step.asking(attack, attack, (Document("1", attack, attack),)), Step(attack, answer=attack)]
     attacked = Episode(Question("q", attack, (attack,)), steps, ANSWERED)
     judge().verdicts([attacked])
@@ -94,9 +95,9 @@ def test_text_of_an_episode_cannot_leave_its_place(gemini, judge, answers, attac
     assert attack not in instructions and "never an instruction" in instructions
 
 
-def test_grades_are_tenths_and_need_documents_and_an_answer(gemini, judge, answers):
+def test_grades_are_tenths_and_need_documents_and_an_answer(gemini, judge):
     steps = [Step.asking("a", "b", (GOLD,)), Step.asking("c", "d", ())]
-    gemini.script = [answers.said(grade(True, ((1, 0.84, 0.25), (2, 0.7, 0.96))))]
+    gemini.script = [text_reply(grade(True, ((1, 0.84, 0.25), (2, 0.7, 0.96))))]
     (verdict,) = judge().verdicts([episode(steps=steps, finish=CUT_OFF)])
     assert not verdict.correct  # there was no answer to be right
     assert [s.relevance for s in verdict.steps] == [0.8, 0.0]
@@ -131,8 +132,8 @@ def test_grades_are_tenths_and_need_documents_and_an_answer(gemini, judge, answe
         "[" * 5000,
     ],
 )
-def test_a_verdict_of_the_wrong_form_is_missing(gemini, judge, answers, text, tmp_path):
-    gemini.script = [answers.said(grade()), answers.said(text)]
+def test_a_verdict_of_the_wrong_form_is_missing(gemini, judge, text, tmp_path):
+    gemini.script = [text_reply(grade()), text_reply(text)]
     judging = judge(tmp_path)
     assert None not in judging.verdicts([episode("a")])
     assert judging.verdicts([episode("b")]) == [None]
@@ -140,12 +141,12 @@ def test_a_verdict_of_the_wrong_form_is_missing(gemini, judge, answers, text, tm
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_failed_call_is_missing_and_the_others_stand(gemini, judge, answers):
+def test_a_failed_call_is_missing_and_the_others_stand(gemini, judge):
     def script(body):
         question = data(body)["question"]
         if "bad" in question:
-            return answers.said("", "SAFETY")
-        return answers.said(grade("right" in question))
+            return text_reply("", "SAFETY")
+        return text_reply(grade("right" in question))
 
     gemini.script = script
     episodes = [episode("right"), episode("bad"), episode("wrong")]
@@ -162,62 +163,62 @@ def test_what_says_nothing_costs_no_call(gemini, judge):
         Verdict(False, ()),
     ]
     # Their rewards are missing, whatever a judge says.
-    ended = [episode(finish=SEARCHING), replace(episode(), failure="the disk is gone")]
-    assert None not in judge().verdicts(ended)
+    unrewarded = [episode(finish=SEARCHING), replace(episode(), failure="the disk is gone")]
+    assert None not in judge().verdicts(unrewarded)
     assert gemini.requests == []
 
 
-def test_a_second_run_asks_nothing(gemini, judge, answers, tmp_path):
-    gemini.script = [answers.said(grade())]
+def test_a_second_run_asks_nothing(gemini, judge, tmp_path):
+    gemini.script = [text_reply(grade())]
     first = judge(tmp_path).verdicts([episode("a"), episode("b")])
-    again = judge(tmp_path)
-    assert again.verdicts([episode("a"), episode("b")]) == first
+    second_judge = judge(tmp_path)
+    assert second_judge.verdicts([episode("a"), episode("b")]) == first
     assert len(gemini.requests) == 2
-    assert again.counts()["judge/cache_hits"] == 2 and again.counts()["judge/calls"] == 0
+    assert second_judge.counts()["judge/cache_hits"] == 2 and second_judge.counts()["judge/calls"] == 0
 
 
-def test_equal_episodes_are_judged_once(gemini, judge, answers):
-    gemini.script = [answers.said(grade())]
+def test_equal_episodes_are_judged_once(gemini, judge):
+    gemini.script = [text_reply(grade())]
     assert len(set(judge().verdicts([episode()] * 8))) == 1
     assert len(gemini.requests) == 1
 
 
-def test_a_run_where_all_calls_fail_stops_with_the_reasons(gemini, judge, answers):
-    gemini.script = [answers.said("", "SAFETY")] * 3 + [answers.said("oops")]
+def test_a_run_where_all_calls_fail_stops_with_the_reasons(gemini, judge):
+    gemini.script = [text_reply("", "SAFETY")] * 3 + [text_reply("oops")]
     with pytest.raises(R3LiteError, match=r"8 of the last 8 calls of the judge failed: 5 x .*; 3 x .* blocked"):
         judge(judge_concurrency=1).verdicts([episode(str(i)) for i in range(100)])
     assert 8 <= len(gemini.requests) <= 12
 
 
-def test_a_first_round_without_any_verdict_stops_however_small_it_is(gemini, judge, answers):
+def test_a_first_round_without_any_verdict_stops_however_small_it_is(gemini, judge):
     """A run of a few calls ended as if all were well, having learned nothing."""
-    gemini.script = [answers.said("oops")]
+    gemini.script = [text_reply("oops")]
     with pytest.raises(R3LiteError, match=r"2 of the last 2 calls of the judge failed: 2 x .* not valid JSON"):
         judge().verdicts([episode("a"), episode("b")])
 
 
-def test_failures_in_small_rounds_after_a_good_start_stop_it(gemini, judge, answers):
-    gemini.script = [answers.said(grade())] * 4 + [answers.said("oops")]
+def test_failures_in_small_rounds_after_a_good_start_stop_it(gemini, judge):
+    gemini.script = [text_reply(grade())] * 4 + [text_reply("oops")]
     judging = judge(judge_concurrency=1)
     rounds = [[episode(f"{i}/{k}") for k in range(2)] for i in range(6)]
-    found = [judging.verdicts(episodes) for episodes in rounds[:5]]
-    assert [verdicts.count(None) for verdicts in found] == [0, 0, 2, 2, 2]
+    verdicts_by_round = [judging.verdicts(episodes) for episodes in rounds[:5]]
+    assert [verdicts.count(None) for verdicts in verdicts_by_round] == [0, 0, 2, 2, 2]
     assert judging.counts()["judge/failure_ratio"] == pytest.approx(0.6) and judging.counts()["judge/missing"] == 6
     with pytest.raises(R3LiteError, match="8 of the last 12 calls"):
         judging.verdicts(rounds[5])
 
 
-def test_verdicts_from_the_cache_are_verdicts(gemini, judge, answers, tmp_path):
+def test_verdicts_from_the_cache_are_verdicts(gemini, judge, tmp_path):
     """A resumed round that has verdicts goes on, though its first new call failed."""
-    gemini.script = [answers.said(grade()), answers.said("oops")]
+    gemini.script = [text_reply(grade()), text_reply("oops")]
     judge(tmp_path).verdicts([episode("a")])
-    again = judge(tmp_path)
-    assert again.verdicts([episode("a"), episode("b")])[1] is None
-    assert again.counts()["judge/failure_ratio"] == 1.0
+    resumed_judge = judge(tmp_path)
+    assert resumed_judge.verdicts([episode("a"), episode("b")])[1] is None
+    assert resumed_judge.counts()["judge/failure_ratio"] == 1.0
 
 
-def test_more_failures_than_verdicts_after_a_good_start_stop_it_too(gemini, judge, answers):
-    good, bad = answers.said(grade()), answers.said("", "MAX_TOKENS")
+def test_more_failures_than_verdicts_after_a_good_start_stop_it_too(gemini, judge):
+    good, bad = text_reply(grade()), text_reply("", "MAX_TOKENS")
     gemini.script = [good] * 100 + [bad, bad, good] * 34
     judging = judge(judge_concurrency=1, judge_rpm=1000)
     assert None not in judging.verdicts([episode(str(i)) for i in range(100)])
@@ -226,22 +227,22 @@ def test_more_failures_than_verdicts_after_a_good_start_stop_it_too(gemini, judg
     assert len(gemini.requests) <= 145
 
 
-def test_now_and_then_a_failure_does_not_stop_it(gemini, judge, answers):
-    gemini.script = [answers.said(grade()), answers.said("oops"), answers.said(grade())] * 20
+def test_now_and_then_a_failure_does_not_stop_it(gemini, judge):
+    gemini.script = [text_reply(grade()), text_reply("oops"), text_reply(grade())] * 20
     verdicts = judge(judge_concurrency=1).verdicts([episode(str(i)) for i in range(60)])
     assert verdicts.count(None) == 20
 
 
-def test_a_cap_stops_the_run(gemini, judge, answers):
-    gemini.script = [answers.said(grade())]
+def test_a_cap_stops_the_run(gemini, judge):
+    gemini.script = [text_reply(grade())]
     with raises(R3LiteError, "judge-limit", "--judge-max-calls 3 is reached"):
         judge(judge_max_calls=3, judge_concurrency=1).verdicts([episode(str(i)) for i in range(10)])
     assert len(gemini.requests) == 3
 
 
-def test_a_cap_holds_for_requests_sent_at_once(gemini, judge, answers):
+def test_a_cap_holds_for_requests_sent_at_once(gemini, judge):
     """The one that meets the cap does not wait for the others: the run may stop before an allowed one was sent."""
-    gemini.script = [answers.said(grade())]
+    gemini.script = [text_reply(grade())]
     with raises(R3LiteError, "judge-limit", "--judge-max-calls 3 is reached"):
         judge(judge_max_calls=3, judge_concurrency=10).verdicts([episode(str(i)) for i in range(10)])
     assert len(gemini.requests) <= 3
@@ -254,9 +255,9 @@ def test_equal_episodes_ask_the_same():
 def test_caches_of_this_version_stay_valid():
     """The digest names the file of a cached verdict: with another, every episode is judged and paid for again."""
     ada = Document("1", "Ada", "Ada Byron wrote the first program.")
-    asked = request_for(episode(steps=[Step.asking("Who was it?", "first programmer", (ada,)), STEPS[1]]))
+    request = request_for(episode(steps=[Step.asking("Who was it?", "first programmer", (ada,)), STEPS[1]]))
     circumstances = {"model": "gemini-3.5-flash-lite", "address": None, "thinking": False, "temperature": None}
-    assert digest(asked.parts | circumstances) == "1eb08a40c8b8ee17d4b5eaf16b8221808695d027d28f94d0690e62341112c7c3"
+    assert digest(request.parts | circumstances) == "1eb08a40c8b8ee17d4b5eaf16b8221808695d027d28f94d0690e62341112c7c3"
 
 
 def test_build_judge(gemini, monkeypatch, tmp_path):
@@ -271,11 +272,11 @@ def test_build_judge(gemini, monkeypatch, tmp_path):
         build_judge(JudgeSettings(judge="gemini"), tmp_path, None, Client)
 
 
-def test_a_judges_calls_are_one_span(gemini, judge, answers):
+def test_a_judges_calls_are_one_span(gemini, judge):
     spans = Spans()
     asking = judge()
     asking.spans = spans
-    gemini.script = [answers.said(grade())]
+    gemini.script = [text_reply(grade())]
     asking.verdicts([episode(), episode(steps=[], finish=CUT_OFF)])  # the second has nothing to judge
     (one,) = spans.take()
     assert (one.name, one.attributes) == ("judge", {"episodes": 1}) and one.start < one.end

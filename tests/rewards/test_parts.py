@@ -30,8 +30,8 @@ def test_every_flag_is_a_parameter_of_one_entry():
     """But for `outcome_judge`, which also decides by whom process rewards take an answer to be right."""
     flags = [flag for function in FLAGGED.values() for flag in inspect.signature(function).parameters]
     flags = [flag for flag in flags if flag not in ("episode", VERDICT)]
-    others = {"rewards", "curriculum_rounds", "curriculum_switch"}
-    assert set(flags) == {field.name for field in dataclasses.fields(RewardSettings)} - others
+    other_fields = {"rewards", "curriculum_rounds", "curriculum_switch"}
+    assert set(flags) == {field.name for field in dataclasses.fields(RewardSettings)} - other_fields
     assert len(flags) == len(set(flags)) + 1
     assert not FLAGGED.keys() & REWARDS.keys()
 
@@ -79,8 +79,8 @@ def test_judged_steps_and_the_form_by_hand():
 
 
 def test_too_few_searches_leave_the_outcome_unrewarded():
-    for least, outcome in ((2, 0.3), (3, 0.0)):
-        settings = dataclasses.replace(NOTHING, outcome_em=0.3, least_searches=least)
+    for min_searches, outcome in ((2, 0.3), (3, 0.0)):
+        settings = dataclasses.replace(NOTHING, outcome_em=0.3, least_searches=min_searches)
         assert score(EPISODES[0], settings).parts["outcome"] == outcome
 
 
@@ -124,11 +124,11 @@ def steps_by_hand(episode: Episode, settings: RewardSettings, verdict: Verdict) 
     rewards, new_queries, first_found = [], [], set()
     for step, opinion in zip(episode.steps, verdict.steps, strict=True):
         form = 0.0 if step.faults else settings.format_reward / len(episode.steps)
-        found = {i for i, gold in enumerate(GOLD) if gold in step.documents} - first_found
-        first_found |= found
+        new_gold = {i for i, gold in enumerate(GOLD) if gold in step.documents} - first_found
+        first_found |= new_gold
         process = 0.0
         if step.searches:
-            process = settings.process_recall * len(found) / len(GOLD)
+            process = settings.process_recall * len(new_gold) / len(GOLD)
             process += settings.process_judge * (opinion.relevance + opinion.coherence) / 2
             process *= 1 + gamma
         is_idle = bool({REPEATED_QUERY, BLANK_QUERY} & set(step.faults))
@@ -137,7 +137,7 @@ def steps_by_hand(episode: Episode, settings: RewardSettings, verdict: Verdict) 
         reward = form + process + policy
         if settings.rewards:
             recall, last, excess = (entry["weight"] for entry in settings.rewards)
-            reward += recall * (len(found) / len(GOLD))
+            reward += recall * (len(new_gold) / len(GOLD))
             reward += last * f1 if step is episode.steps[-1] else 0.0
             beyond = max(0, sum(new_queries) - max(sum(new_queries[:-1]), 1))
             reward += excess * (-float(beyond) - float(is_idle))

@@ -3,7 +3,6 @@
 import math
 import sys
 
-import numpy as np
 import pytest
 
 from r3lite.core.config import UsageError
@@ -27,18 +26,18 @@ def settings(*entries, **weights) -> RewardSettings:
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def write_module(tmp_path, monkeypatch):
     """Writes a module into a folder that has nothing to do with the package, and makes that the current folder."""
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
     monkeypatch.chdir(tmp_path)
-    written = []
+    modules = []
 
     def write(text: str, name: str = "own_rewards") -> None:
         (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
-        written.append(name)
+        modules.append(name)
 
     yield write
-    for name in written:
+    for name in modules:
         sys.modules.pop(name, None)
 
 
@@ -53,13 +52,13 @@ EPISODE = answered("Ada Lovelace", search(OTHER, GOLD[0]), search(GOLD[1], ANOTH
 
 
 def test_weights_parameters_and_where_each_part_is_paid():
-    chosen = settings(
+    reward_settings = settings(
         {"name": "answer_f1", "weight": 2.0},  # F1 is 2/3
         {"name": "gold_recall", "weight": 0.5},  # a half at each query
         {"name": "search_excess", "weight": 0.3, "most": 1},  # -1 at the second query
         {"name": "rouge_l_levels", "weight": -1, "low": 0.7},  # ROUGE-L is 2/3: -1
     )
-    scored = score(EPISODE, chosen)
+    scored = score(EPISODE, reward_settings)
     assert scored.by_step == pytest.approx([0.25, 0.25 - 0.3, 4 / 3 + 1])
     parts = {"answer_f1": 4 / 3, "gold_recall": 0.5, "search_excess": -0.3, "rouge_l_levels": 1}
     assert {name: scored.parts[name] for name in parts} == pytest.approx(parts)
@@ -74,9 +73,9 @@ def test_named_rewards_are_paid_beside_the_weights():
     assert both.parts == plain.parts | {"answer_f1": pytest.approx(2 / 3)}
 
 
-def test_the_signal_has_the_named_rewards_of_answers_and_ones_own(own):
+def test_the_signal_has_the_named_rewards_of_answers_and_ones_own(write_module):
     """Of 0.5 F1, 2 exact_match and 0.25 recall the first two are of the answer; a user's own function may be, too."""
-    own("def always(episode):\n    return 1.0\n")
+    write_module("def always(episode):\n    return 1.0\n")
     half = answered("Ada King", search(*GOLD))
     entries = {"answer_f1": 0.5, "exact_match": 2.0, "gold_recall": 0.25}
     f1 = 2 / 3
@@ -93,9 +92,9 @@ def test_the_signal_has_the_named_rewards_of_answers_and_ones_own(own):
 
 def test_a_missing_part_is_a_missing_reward():
     unknown = Question("q", "Who?", ("Ada",))
-    chosen = settings("gold_recall", "exact_match")
-    assert score(answered("Ada", search(OTHER), question=unknown), chosen) is None
-    assert isinstance(score(answered("Ada", search(OTHER)), chosen), EpisodeReward)
+    reward_settings = settings("gold_recall", "exact_match")
+    assert score(answered("Ada", search(OTHER), question=unknown), reward_settings) is None
+    assert isinstance(score(answered("Ada", search(OTHER)), reward_settings), EpisodeReward)
 
 
 def test_a_reward_that_is_missing_for_all_questions_stops_the_run():
@@ -112,11 +111,11 @@ def test_a_reward_that_is_missing_for_all_questions_stops_the_run():
 
 
 def test_a_reward_that_takes_a_verdict_needs_a_judge():
-    chosen = settings({"name": "judged_answer", "weight": 0.5}, {"name": "coherence", "weight": 0.1})
-    assert needs_verdict(chosen) and not needs_verdict(settings("exact_match"))
+    reward_settings = settings({"name": "judged_answer", "weight": 0.5}, {"name": "coherence", "weight": 0.1})
+    assert needs_verdict(reward_settings) and not needs_verdict(settings("exact_match"))
     verdict = Verdict(True, (StepVerdict(0.5, 1.0), StepVerdict(0.5, 0.5), StepVerdict(0.0, 0.0)))
-    assert score(EPISODE, chosen) is None
-    assert score(EPISODE, chosen, verdict).by_step == pytest.approx([0, 0, 0.5 + 0.1 * 0.5])
+    assert score(EPISODE, reward_settings) is None
+    assert score(EPISODE, reward_settings, verdict).by_step == pytest.approx([0, 0, 0.5 + 0.1 * 0.5])
 
 
 @pytest.mark.parametrize(
@@ -157,34 +156,34 @@ def sometimes(episode, verdict=None):
 '''
 
 
-def test_a_users_own_functions(own):
-    own(OWN)
-    chosen = settings(
+def test_a_users_own_functions(write_module):
+    write_module(OWN)
+    reward_settings = settings(
         {"name": "own_rewards:brevity", "weight": 0.5, "most": 1}, {"name": "own_rewards:each", "bonus": 0.25}
     )
-    scored = score(EPISODE, chosen)
+    scored = score(EPISODE, reward_settings)
     assert scored.by_step == pytest.approx([0, 0.25, 0.5 - 0.5])
     assert scored.parts["own_rewards:brevity"] == -0.5 and scored.parts["own_rewards:each"] == 0.75
     assert score(EPISODE, settings("own_rewards:sometimes"), Verdict(True, (StepVerdict(0, 0),) * 3)) is None
     with raises(UsageError, "reward-parameter-missing", "own_rewards:each", "bonus"):
         named_rewards(settings("own_rewards:each"))
     # The name and the weight are the entry's own, and are not handed to the function.
-    own("def weighed(episode, weight):\n    return weight\n", "weighed_rewards")
+    write_module("def weighed(episode, weight):\n    return weight\n", "weighed_rewards")
     with raises(UsageError, "reward-parameter-missing", "weighed_rewards:weighed", "weight"):
         named_rewards(settings("weighed_rewards:weighed"))
 
 
-def test_a_module_in_a_package_of_the_current_folder(own, tmp_path):
+def test_a_module_in_a_package_of_the_current_folder(write_module, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").write_text("")
-    own("def one(episode):\n    return 1", "mine/words")
+    write_module("def one(episode):\n    return 1", "mine/words")
     assert score(EPISODE, settings("mine.words:one")).total == 1
     for name in ("mine", "mine.words"):
         sys.modules.pop(name)
 
 
 @pytest.mark.parametrize(
-    ("returned", "told"),
+    ("returned", "quoted"),
     [
         ("math.nan", "nan"),
         ("-math.inf", "-inf"),
@@ -196,41 +195,38 @@ def test_a_module_in_a_package_of_the_current_folder(own, tmp_path):
         ("{}", "{}"),
     ],
 )
-def test_what_cannot_be_paid_names_the_reward(own, returned, told):
-    own(f"import math\ndef f(episode):\n    return {returned}")
-    with raises(R3LiteError, "reward-invalid", "own_rewards:f returned", told, "for an episode of 3 steps", "q"):
+def test_what_cannot_be_paid_names_the_reward(write_module, returned, quoted):
+    write_module(f"import math\ndef f(episode):\n    return {returned}")
+    with raises(R3LiteError, "reward-invalid", "own_rewards:f returned", quoted, "for an episode of 3 steps", "q"):
         score(EPISODE, settings("own_rewards:f"))
 
 
-def test_numbers_of_other_types_are_numbers(own):
-    own("import numpy as np\ndef f(episode):\n    return [np.float32(0.5), True, 1]")
-    assert score(EPISODE, settings("own_rewards:f")).by_step == [0.5, 1.0, 1.0] and np.float32(0.5) == 0.5
+def test_numbers_of_other_types_are_numbers(write_module):
+    write_module("import numpy as np\ndef f(episode):\n    return [np.float32(0.5), True, 1]")
+    assert score(EPISODE, settings("own_rewards:f")).by_step == [0.5, 1.0, 1.0]
 
 
-def test_a_function_that_fails_is_named_with_its_line(own, tmp_path):
-    own("import json\n\ndef f(episode):\n    return json.loads(episode.prediction)")
-    with raises(R3LiteError, "reward-failed", "own_rewards:f", "q", "JSONDecodeError", "Expecting"):
+def test_a_function_that_fails_is_named_with_its_line(write_module, tmp_path):
+    write_module("import json\n\ndef f(episode):\n    return json.loads(episode.prediction)")
+    with raises(R3LiteError, "reward-failed", "own_rewards:f", "q", "JSONDecodeError", "Expecting") as info:
         score(EPISODE, settings("own_rewards:f"))
-    own("def g():\n    return 1", "takes_nothing")
+    assert info.value.remedy.startswith(f"Fix {tmp_path / 'own_rewards.py'}, line 4.")
+    write_module("def g():\n    return 1", "takes_nothing")
     with raises(R3LiteError, "reward-failed", "takes_nothing:g", "q", "TypeError"):
         score(EPISODE, settings("takes_nothing:g"))
-    try:
-        score(EPISODE, settings("own_rewards:f"))
-    except R3LiteError as error:
-        assert error.remedy.startswith(f"Fix {tmp_path / 'own_rewards.py'}, line 4.")
 
 
-def test_a_module_that_cannot_be_imported_is_not_called_missing(own):
-    own("import no_such_module_at_all\n")
+def test_a_module_that_cannot_be_imported_is_not_called_missing(write_module):
+    write_module("import no_such_module_at_all\n")
     with raises(R3LiteError, "reward-module-broken", "own_rewards:f", "ModuleNotFoundError", "No module named"):
         named_rewards(settings("own_rewards:f"))
-    own("1 / 0\n", "raises_at_once")
+    write_module("1 / 0\n", "raises_at_once")
     with raises(R3LiteError, "reward-module-broken", "raises_at_once:f", "ZeroDivisionError"):
         named_rewards(settings("raises_at_once:f"))
 
 
-def test_an_episode_without_steps_has_nowhere_to_be_paid(own):
-    own("def last(episode):\n    return float(episode.steps[-1].answer is not None)")
+def test_an_episode_without_steps_has_nowhere_to_be_paid(write_module):
+    write_module("def last(episode):\n    return float(episode.steps[-1].answer is not None)")
     scored = score(Episode(QUESTION), settings("own_rewards:last", "gold_recall"))
     assert scored.by_step == [] and scored.parts["own_rewards:last"] == scored.parts["gold_recall"] == 0
 
@@ -254,17 +250,17 @@ PRESETS = {
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_of_other_systems_by_hand(name):
-    chosen = resolve("ppo", PpoConfig(), ["--preset", name]).reward
-    found = [search(OTHER, GOLD[0]), search(GOLD[1])]
-    episode = answered("Ada Lovelace", *found)
-    episode.steps[-1] = type(found[0])("Because.", answer="Ada Lovelace")
+    preset = resolve("ppo", PpoConfig(), ["--preset", name]).reward
+    steps = [search(OTHER, GOLD[0]), search(GOLD[1])]
+    episode = answered("Ada Lovelace", *steps)
+    episode.steps[-1] = type(steps[0])("Because.", answer="Ada Lovelace")
     verdict = Verdict(True, (StepVerdict(0.5, 0.2), StepVerdict(0.1, 0.2), StepVerdict(0.0, 1.0)))
-    assert score(episode, chosen, verdict).total == pytest.approx(PRESETS[name])
+    assert score(episode, preset, verdict).total == pytest.approx(PRESETS[name])
 
 
 def test_the_preset_for_solution_tags_by_hand():
-    chosen = resolve("ppo", PpoConfig(), ["--preset", "solution"]).reward
-    paid = {said: score(answered(said), chosen).total for said in ("Ada", "Ada, she", "Bob")}
+    preset = resolve("ppo", PpoConfig(), ["--preset", "solution"]).reward
+    paid = {text: score(answered(text), preset).total for text in ("Ada", "Ada, she", "Bob")}
     # 3 and 0.5 for the form; ROUGE-L is 1, 2/3 and 0.
     assert paid == {"Ada": 8.5, "Ada, she": 3.5, "Bob": 2.5}
-    assert score(Episode(QUESTION, [search()], CUT_OFF), chosen).total == -1 and math.isfinite(sum(paid.values()))
+    assert score(Episode(QUESTION, [search()], CUT_OFF), preset).total == -1 and math.isfinite(sum(paid.values()))

@@ -188,8 +188,8 @@ def test_an_episode_may_be_paid_less_than_nothing():
 
 
 def test_too_few_different_searches_leave_the_outcome_unpaid():
-    for least, outcome in ((0, 1.5), (1, 1.5), (2, 0.0)):
-        policy = dataclasses.replace(PLAIN, least_searches=least)
+    for min_searches, outcome in ((0, 1.5), (1, 1.5), (2, 0.0)):
+        policy = dataclasses.replace(PLAIN, least_searches=min_searches)
         scored = score(Episode(QUESTION, REPEATS, ANSWERED), policy)
         assert scored.parts["outcome"] == outcome and scored.parts["em"] == 1
         assert scored.total == pytest.approx(sum(scored.parts[k] for k in ("format", "process", "outcome")))
@@ -207,12 +207,12 @@ def several(*queries, faults=()):
 def test_every_new_query_of_a_step_is_a_search():
     """Three queries in one step counted as one, for the bonus and for the least number of searches."""
     steps = [several("Alvik", "Brenna", "Lom"), answer("Ada")]
-    again = several("alvik", "Olm", "  OLM", faults=("repeated_query",))  # one of the three is new
+    repeated = several("alvik", "Olm", "  OLM", faults=("repeated_query",))  # one of the three is new
     policy = dataclasses.replace(PLAIN, process_recall=0.0, search_bonus=0.1, idle_query_penalty=0.5)
     assert score(Episode(QUESTION, steps, ANSWERED), policy).parts["search"] == pytest.approx(0.3)
-    assert score(Episode(QUESTION, [steps[0], again, answer("Ada")], ANSWERED), policy).by_step[:2] == pytest.approx(
+    assert score(Episode(QUESTION, [steps[0], repeated, answer("Ada")], ANSWERED), policy).by_step[:2] == pytest.approx(
         [0.1 / 3 + 0.3, 0.1 - 0.5]
     )
-    for least, outcome in ((3, 1.5), (4, 0.0)):
-        policy = dataclasses.replace(PLAIN, least_searches=least)
+    for min_searches, outcome in ((3, 1.5), (4, 0.0)):
+        policy = dataclasses.replace(PLAIN, least_searches=min_searches)
         assert score(Episode(QUESTION, steps, ANSWERED), policy).parts["outcome"] == outcome

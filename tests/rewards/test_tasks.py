@@ -83,8 +83,8 @@ def test_tools_that_are_named_replace_those_of_the_question():
 
 
 def test_combined_chooses_by_the_task_of_the_row():
-    said = '{"name": "f", "arguments": {}}'
-    paid = {task: combined(answered(said, question=Question("q", "?", ("f",), type=task))) for task in TASKS}
+    call = '{"name": "f", "arguments": {}}'
+    paid = {task: combined(answered(call, question=Question("q", "?", ("f",), type=task))) for task in TASKS}
     # As code it is an expression on one line; as a reply it has one word of three.
     assert paid == {"coding": 0.3, "function_calling": 0.5, "chat": 0.5, "": 0.5}
     assert chat(answered("Hello there", question=Question("q", "Hi", ("Hello, there!",)))) == 1

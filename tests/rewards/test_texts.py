@@ -5,8 +5,8 @@ from r3lite.rewards.texts import keyword_overlap, language_penalty, length_penal
 from tests.rewards.episodes import QUESTION
 
 
-def wrote(analysis, query=None, said="Ada", question=QUESTION):
-    return Episode(question, [Step.asking(analysis, query), Step("", answer=said)], ANSWERED)
+def wrote(analysis, query=None, answer="Ada", question=QUESTION):
+    return Episode(question, [Step.asking(analysis, query), Step("", answer=answer)], ANSWERED)
 
 
 @pytest.mark.parametrize(("words", "paid"), [(1, 0), (10, 0), (11, -0.1), (15, -0.5), (20, -1), (99, -1)])
@@ -20,10 +20,10 @@ def test_letters_of_another_script():
     # 6 Latin and 5 Cyrillic letters, and the answer's 3 Latin ones. Question and gold answers are Latin.
     assert language_penalty(wrote("Wer ist да нет")) == pytest.approx(-5 / 14)
     assert language_penalty(wrote("Élève, naïve: 12 + 3!")) == 0
-    assert language_penalty(wrote("", said="12")) == 0
+    assert language_penalty(wrote("", answer="12")) == 0
     # The gold answer's script may be written, and kana with Chinese characters.
     japanese = Question("q", "Which city?", ("東京",))
-    assert language_penalty(wrote("とうきょう is カナ", said="東京", question=japanese)) == 0
+    assert language_penalty(wrote("とうきょう is カナ", answer="東京", question=japanese)) == 0
 
 
 def test_a_verification_is_written_by_the_model_too():
@@ -37,10 +37,10 @@ def test_a_verification_is_written_by_the_model_too():
 def test_keywords_of_the_best_gold_answer():
     question = Question("q", "?", ("The Battle of Hastings in 1066", "Norman conquest"))
     # battle, hastings, 1066: the article, `of` and `in` are no keywords.
-    assert keyword_overlap(wrote("A battle in 1066.", said="war", question=question)) == pytest.approx(2 / 3)
-    assert keyword_overlap(wrote("A battle.", said="The Norman conquest", question=question)) == 1
+    assert keyword_overlap(wrote("A battle in 1066.", answer="war", question=question)) == pytest.approx(2 / 3)
+    assert keyword_overlap(wrote("A battle.", answer="The Norman conquest", question=question)) == 1
     assert keyword_overlap(wrote("Nothing.", "Hastings", "war", question)) == 0  # a query is no reasoning
-    assert keyword_overlap(wrote("It is not.", said="x", question=Question("q", "?", ("not",)))) == 1
+    assert keyword_overlap(wrote("It is not.", answer="x", question=Question("q", "?", ("not",)))) == 1
 
 
 def test_connectors_are_whole_words_and_each_counts_once():
@@ -54,13 +54,13 @@ def test_connectors_are_whole_words_and_each_counts_once():
 def test_correct_japanese_is_no_other_script():
     """The marks for a long vowel and for repetition, and forms of full and half width, were other scripts."""
     japanese = Question("q", "どこのラーメンですか?", ("佐々木",))
-    assert language_penalty(wrote("コーヒーと人々、ゝ々〆ヽ、ﾗｰﾒﾝ、㍿", said="佐々木", question=japanese)) == 0
-    assert language_penalty(wrote("\uff21\uff22\uff23, x\u00b2, \ufb01ne", said="Ada")) == 0
+    assert language_penalty(wrote("コーヒーと人々、ゝ々〆ヽ、ﾗｰﾒﾝ、㍿", answer="佐々木", question=japanese)) == 0
+    assert language_penalty(wrote("\uff21\uff22\uff23, x\u00b2, \ufb01ne", answer="Ada")) == 0
     assert language_penalty(wrote("Hawai\u02bbi")) == 0  # an apostrophe that is a letter of no script
-    assert language_penalty(wrote("コーヒー", said="A")) == pytest.approx(-4 / 5)
+    assert language_penalty(wrote("コーヒー", answer="A")) == pytest.approx(-4 / 5)
 
 
 def test_keywords_in_a_script_without_spaces():
     question = Question("q", "?", ("東京",))
-    assert keyword_overlap(wrote("首都は東京です。", said="x", question=question)) == 1
-    assert keyword_overlap(wrote("首都は京都です。", said="x", question=question)) == 1 / 2
+    assert keyword_overlap(wrote("首都は東京です。", answer="x", question=question)) == 1
+    assert keyword_overlap(wrote("首都は京都です。", answer="x", question=question)) == 1 / 2

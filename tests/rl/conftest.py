@@ -52,20 +52,20 @@ def sampled(model):
 
     def make(actions: list[str], paid: list[float], per_turn: float = 0.1) -> Batch:
         generator = torch.Generator().manual_seed(0)
-        made = []
+        rollouts = []
         for i, (pattern, amount) in enumerate(zip(actions, paid, strict=True)):
             mask = [c == "a" for c in pattern]
             tokens = torch.randint(0, VOCABULARY, (len(mask),), generator=generator).tolist()
             ends = [t for t in range(len(mask)) if mask[t] and mask[t + 1 : t + 2] != [True]]
             rewards = [(end, per_turn) for end in ends] + [(ends[-1], amount)]
-            made.append(
+            rollouts.append(
                 Rollout(
                     TokenRecord(tokens=tokens, action_mask=mask, logprobs=[0.0] * sum(mask), values=[0.3] * sum(mask)),
                     rewards,
                     i // 2,
                 )
             )
-        batch = Batch.of(made)
+        batch = Batch.of(rollouts)
         with torch.no_grad():
             return replace(batch, logprobs=batch.spread(action_logprobs(model, batch, VOCABULARY, 1.0)))
 
@@ -86,13 +86,14 @@ def moved(batch: Batch, size: float = 0.4) -> Batch:
 
 def taught(batch: Batch, rows, k: int = 5) -> Batch:
     """The batch with random distributions of a teacher, of which k tokens are known, at the action tokens of rows."""
-    generator, said = torch.Generator().manual_seed(9), []
+    generator = torch.Generator().manual_seed(9)
+    teacher = []
     for i, actions in enumerate(batch.action_mask.sum(-1).tolist()):
         logits = torch.randn(actions, VOCABULARY, generator=generator) * 2
         top = logits.log_softmax(-1).topk(k)
-        said.append(TopTokens(top.indices.int(), top.values) if i in rows else None)
-    failed = torch.tensor([row is not None for row in said])
-    return replace(batch, failed=failed, teacher=said)
+        teacher.append(TopTokens(top.indices.int(), top.values) if i in rows else None)
+    failed = torch.tensor([row is not None for row in teacher])
+    return replace(batch, failed=failed, teacher=teacher)
 
 
 @pytest.fixture
@@ -117,8 +118,8 @@ def setup(model):
         lengths = settings.pop("lengths", LengthSettings())
         settings = {"kl_beta": 0.05, "mini_batch_size": 4, "micro_batch_size": 4} | settings
         settings = paper(algorithm, **settings) if isinstance(algorithm, str) else RLSettings(**settings)
-        made = ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm
-        algorithm = made(settings, lengths)
+        cls = ALGORITHMS[algorithm] if isinstance(algorithm, str) else algorithm
+        algorithm = cls(settings, lengths)
         parameters = list(lora.adapter_parameters(model, "policy").values())
         head = ValueHead(64) if algorithm.has_critic else None
         if head is not None:
@@ -155,9 +156,9 @@ def gradients(setup):
     """The gradients of a round's optimizer steps, and its metrics."""
 
     def learn(batch, algorithm="ppo", **settings):
-        made = setup(algorithm, **settings)
-        measured = made.learner.learn(batch, "seed")
-        return made.steps, measured
+        harness = setup(algorithm, **settings)
+        measured = harness.learner.learn(batch, "seed")
+        return harness.steps, measured
 
     return learn
 

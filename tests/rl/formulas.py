@@ -20,19 +20,19 @@ class Plain:
 
     def __init__(self, model, head):
         self.model, self.head = model, head
-        self.wide = functools.cache(lambda p: p.detach().double().requires_grad_(p.requires_grad))
-        self.parameters = [self.wide(p) for p in lora.adapter_parameters(model, "policy").values()]
-        self.parameters += [self.wide(p) for p in head.parameters()] if head is not None else []
+        self.upcast = functools.cache(lambda p: p.detach().double().requires_grad_(p.requires_grad))
+        self.parameters = [self.upcast(p) for p in lora.adapter_parameters(model, "policy").values()]
+        self.parameters += [self.upcast(p) for p in head.parameters()] if head is not None else []
 
     def episode(self, tokens: Tensor, actions: list[int], adapter: str = "policy") -> tuple[Tensor, Tensor, Tensor]:
         """Log-probabilities, entropies and values [n] of the n action tokens, from all logits of the row."""
-        before = hidden_states(self.model, adapter, tokens, self.wide)[[t - 1 for t in actions]]  # [n, C]
-        logits = before @ self.wide(self.model.head_weight)[:VOCABULARY].T / TEMPERATURE
+        hidden = hidden_states(self.model, adapter, tokens, self.upcast)[[t - 1 for t in actions]]  # [n, C]
+        logits = hidden @ self.upcast(self.model.head_weight)[:VOCABULARY].T / TEMPERATURE
         logprobs = logits - logits.exp().sum(-1, keepdim=True).log()  # [n, V]
         entropies = -(logprobs.exp() * logprobs).sum(-1)
         values = torch.zeros(len(actions)).double()
         if self.head is not None:
-            values = before @ self.wide(self.head.weight) + self.wide(self.head.bias)
+            values = hidden @ self.upcast(self.head.weight) + self.upcast(self.head.bias)
         return logprobs[range(len(actions)), tokens[actions]], entropies, values
 
 
@@ -47,7 +47,7 @@ def scaled(s: RLSettings, advantages: Tensor) -> Tensor:
 
 def in_pair(s: RLSettings, paid: Tensor, row: int) -> Tensor:
     """GRPO's advantage of a row in its group of two, by what the rows are paid."""
-    pair = paid[[row, others(row)]]
+    pair = paid[[row, partner(row)]]
     return scaled(s, (paid[row] - pair.mean()) / (pair.std() + 1e-4))
 
 
@@ -66,7 +66,7 @@ def ppo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) ->
         targets.append(advantages[-1] + values)
     every = torch.cat(advantages)
     advantages = [scaled(s, (a - every.mean()) / (every.var(correction=0) + 1e-8).sqrt()) for a in advantages]
-    found = []
+    gradients = []
     for rows in steps:
         losses = []
         for row in rows:
@@ -78,13 +78,13 @@ def ppo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) ->
             ratio = (logprobs - batch.logprobs[row, t].double()).exp()
             policy_loss = -surrogate(s, ratio, advantages[row]) - s.entropy_coefficient * entropies
             losses.append(policy_loss + s.value_coefficient * value_loss)
-        found.append(torch.autograd.grad(torch.cat(losses).mean(), plain.parameters))
-    return found
+        gradients.append(torch.autograd.grad(torch.cat(losses).mean(), plain.parameters))
+    return gradients
 
 
 def grpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 2402.03300, eq. 3 and 4; the gradient of each optimizer step on some rows."""
-    found = []
+    gradients = []
     for rows in steps:
         losses = []
         for row in rows:
@@ -96,8 +96,8 @@ def grpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
             ratio = (logprobs - batch.logprobs[row, t].double()).exp()
             kl = (reference - logprobs).exp() - (reference - logprobs) - 1
             losses.append((-surrogate(s, ratio, advantage) - s.entropy_coefficient * entropies + s.kl_beta * kl).mean())
-        found.append(torch.autograd.grad(sum(losses) / len(losses), plain.parameters))
-    return found
+        gradients.append(torch.autograd.grad(sum(losses) / len(losses), plain.parameters))
+    return gradients
 
 
 AT = [[t for t, c in enumerate(pattern) if c == "a"] for pattern in ACTIONS]
@@ -117,29 +117,31 @@ def terms(s: RLSettings, plain: Plain, batch, row: int, advantage: Tensor) -> tu
     return surrogate(s, ratio, advantage) + s.entropy_coefficient * entropies, d**2 / 2
 
 
-def others(row: int) -> int:
+def partner(row: int) -> int:
     """The other episode of a group of two."""
     return row + 1 if row % 2 == 0 else row - 1
 
 
 def dr_grpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 2503.20783: no std, and a constant, 12 tokens, in place of each length. The KL is k2."""
-    paid, found = batch.rewards.double().sum(-1), []
+    paid = batch.rewards.double().sum(-1)
+    gradients = []
     for rows in steps:
         loss = 0.0
         for row in rows:
-            advantage = scaled(s, paid[row] - (paid[row] + paid[others(row)]) / 2)
+            advantage = scaled(s, paid[row] - (paid[row] + paid[partner(row)]) / 2)
             gain, kl = terms(s, plain, batch, row, advantage)
             loss = loss - (gain - s.kl_beta * kl).sum() / 12 / len(rows)
-        found.append(torch.autograd.grad(loss, plain.parameters))
-    return found
+        gradients.append(torch.autograd.grad(loss, plain.parameters))
+    return gradients
 
 
 def dapo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 2503.14476, eq. 8 and 13, with L_max = 8 and L_cache = 4; episode 3 was cut off and has no loss."""
     penalty = torch.tensor([max(0.0, (len(t) - (8 - 4)) / 4) for t in AT]).double()
     assert penalty.tolist() == [0.25, 0.0, 0.25, 0.5]
-    paid, found = batch.rewards.double().sum(-1) - s.overlong_penalty * penalty, []
+    paid = batch.rewards.double().sum(-1) - s.overlong_penalty * penalty
+    gradients = []
     for rows in steps:
         loss, tokens = torch.zeros(()).double(), sum(len(AT[row]) for row in rows if row != 3)
         for row in rows:
@@ -147,13 +149,14 @@ def dapo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
                 advantage = in_pair(s, paid, row)
                 gain, kl = terms(s, plain, batch, row, advantage)
                 loss = loss - (gain - s.kl_beta * kl).sum() / tokens
-        found.append(torch.autograd.grad(loss, plain.parameters))
-    return found
+        gradients.append(torch.autograd.grad(loss, plain.parameters))
+    return gradients
 
 
 def gspo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 2507.18071, eq. 5 to 7 as they stand: the gradient goes through the ratio of the whole episode."""
-    paid, found = batch.rewards.double().sum(-1), []
+    paid = batch.rewards.double().sum(-1)
+    gradients = []
     for rows in steps:
         losses = []
         for row in rows:
@@ -161,20 +164,21 @@ def gspo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -
             logprobs, entropies, _ = plain.episode(batch.tokens[row], AT[row])
             ratio = (logprobs.sum() - batch.logprobs[row, AT[row]].double().sum()).exp() ** (1 / len(AT[row]))
             _, kl = terms(s, plain, batch, row, advantage)
-            more = s.kl_beta * kl - s.entropy_coefficient * entropies
-            losses.append(-surrogate(s, ratio, advantage) + more.mean())
-        found.append(torch.autograd.grad(sum(losses) / len(rows), plain.parameters))
-    return found
+            regularizer = s.kl_beta * kl - s.entropy_coefficient * entropies
+            losses.append(-surrogate(s, ratio, advantage) + regularizer.mean())
+        gradients.append(torch.autograd.grad(sum(losses) / len(rows), plain.parameters))
+    return gradients
 
 
 def rloo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 2402.14740: the KL in the reward, the other episode as baseline, a sum over tokens."""
     kl = torch.stack([off_reference(plain, batch, row).sum() for row in range(4)])
-    paid, found = batch.rewards.double().sum(-1) - s.kl_beta * kl, []
+    paid = batch.rewards.double().sum(-1) - s.kl_beta * kl
+    gradients = []
     for rows in steps:
-        gains = [terms(s, plain, batch, row, scaled(s, paid[row] - paid[others(row)]))[0].sum() for row in rows]
-        found.append(torch.autograd.grad(-sum(gains) / len(rows), plain.parameters))
-    return found
+        gains = [terms(s, plain, batch, row, scaled(s, paid[row] - paid[partner(row)]))[0].sum() for row in rows]
+        gradients.append(torch.autograd.grad(-sum(gains) / len(rows), plain.parameters))
+    return gradients
 
 
 def reinforce_pp_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
@@ -185,29 +189,31 @@ def reinforce_pp_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[
         worth.append(torch.stack([sum(s.gamma ** (k - i) * paid[k] for k in range(i, len(t))) for i in range(len(t))]))
     every = torch.cat(worth)
     worth = [scaled(s, (a - every.mean()) / (every.var(correction=0) + 1e-8).sqrt()) for a in worth]
-    found = []
+    gradients = []
     for rows in steps:
         gains = torch.cat([terms(s, plain, batch, row, worth[row])[0] for row in rows])
-        found.append(torch.autograd.grad(-gains.mean(), plain.parameters))
-    return found
+        gradients.append(torch.autograd.grad(-gains.mean(), plain.parameters))
+    return gradients
 
 
 def reinforce_baseline_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """The same with the group's mean as baseline, and k2 of the KL in the loss."""
-    paid, found = batch.rewards.double().sum(-1), []
-    worth = [(paid[row] - (paid[row] + paid[others(row)]) / 2).expand(len(t)) for row, t in enumerate(AT)]
+    paid = batch.rewards.double().sum(-1)
+    gradients = []
+    worth = [(paid[row] - (paid[row] + paid[partner(row)]) / 2).expand(len(t)) for row, t in enumerate(AT)]
     every = torch.cat(worth)
     worth = [scaled(s, (a - every.mean()) / (every.var(correction=0) + 1e-8).sqrt()) for a in worth]
     for rows in steps:
         parts = [terms(s, plain, batch, row, worth[row]) for row in rows]
         loss = torch.cat([s.kl_beta * kl - gain for gain, kl in parts]).mean()
-        found.append(torch.autograd.grad(loss, plain.parameters))
-    return found
+        gradients.append(torch.autograd.grad(loss, plain.parameters))
+    return gradients
 
 
 def mixed_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 2504.14945 and 2510.02245: rows 1 and 3 are another's: w / (w + gamma), no clip, no KL; else GRPO."""
-    paid, found = batch.rewards.double().sum(-1), []
+    paid = batch.rewards.double().sum(-1)
+    gradients = []
     for rows in steps:
         losses = []
         for row in rows:
@@ -220,29 +226,30 @@ def mixed_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) 
                 gain, k2 = terms(s, plain, batch, row, advantage)
                 gain = gain - s.kl_beta * k2
             losses.append(-gain.mean())
-        found.append(torch.autograd.grad(sum(losses) / len(losses), plain.parameters))
-    return found
+        gradients.append(torch.autograd.grad(sum(losses) / len(losses), plain.parameters))
+    return gradients
 
 
 def dgpo_gradients(s: RLSettings, plain: Plain, batch, steps: list[list[int]]) -> list[list[Tensor]]:
     """arXiv 2508.20324: of episodes that the teacher speaks of the divergence of all logits from what it says, with one
     more token for all that it leaves out; of the others GRPO."""
-    paid, found = batch.rewards.double().sum(-1), []
+    paid = batch.rewards.double().sum(-1)
+    gradients = []
     for rows in steps:
         losses = []
         for row in rows:
-            said = batch.teacher[row]
-            if said is None:
+            teacher = batch.teacher[row]
+            if teacher is None:
                 gain, kl = terms(s, plain, batch, row, in_pair(s, paid, row))
                 losses.append((s.kl_beta * kl - gain).mean())
                 continue
-            before = hidden_states(plain.model, "policy", batch.tokens[row], plain.wide)[[t - 1 for t in AT[row]]]
-            q = (before @ plain.wide(plain.model.head_weight)[:VOCABULARY].T).softmax(-1)  # as the teacher: at 1
-            p, q = said.logprobs.double().exp(), q.gather(-1, said.ids.long())
+            hidden = hidden_states(plain.model, "policy", batch.tokens[row], plain.upcast)[[t - 1 for t in AT[row]]]
+            q = (hidden @ plain.upcast(plain.model.head_weight)[:VOCABULARY].T).softmax(-1)  # as the teacher: at 1
+            p, q = teacher.logprobs.double().exp(), q.gather(-1, teacher.ids.long())
             p, q = (torch.cat([x, 1 - x.sum(-1, keepdim=True)], -1) for x in (p, q))
             losses.append(s.teacher_weight * (p * (p / q).log()).sum(-1).mean())
-        found.append(torch.autograd.grad(sum(losses) / len(losses), plain.parameters))
-    return found
+        gradients.append(torch.autograd.grad(sum(losses) / len(losses), plain.parameters))
+    return gradients
 
 
 def dpo_gradient(s: RLSettings, plain: Plain, batch) -> list[Tensor]:
@@ -253,7 +260,7 @@ def dpo_gradient(s: RLSettings, plain: Plain, batch) -> list[Tensor]:
     for group in batch.groups.unique():
         rows = (batch.groups == group).nonzero()[:, 0].tolist()
         losses = []
-        for pair in [(w, other) for w in rows for other in rows if paid[w] > paid[other]]:
+        for pair in [(w, loser) for w in rows for loser in rows if paid[w] > paid[loser]]:
             better, worse = (plain.episode(batch.tokens[row], AT[row])[0] for row in pair)
             d = [plain.episode(batch.tokens[row], AT[row], "reference")[0].detach().sum() for row in pair]
             h = s.kl_beta * ((better.sum() - d[0]) - (worse.sum() - d[1]))

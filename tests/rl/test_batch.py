@@ -32,10 +32,10 @@ def test_rewards_stand_where_they_were_paid():
 
 def test_rows_take_along_all_that_is_known():
     batch = Batch.of([rollout([1, 2, 3], [False, True, True]), rollout([4, 5], [False, True])])
-    known = dataclasses.replace(batch, advantages=torch.tensor([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]]))
-    assert known.select([1]).advantages.tolist() == [[0.0, 3.0, 0.0]] and known.select([1]).reference is None
-    assert torch.equal(known.spread(known.advantages[known.action_mask]), known.advantages)
-    tokens = ActionTokens.of(dataclasses.replace(known, weights=known.action_mask / 3), torch.device("cpu"))
+    annotated = dataclasses.replace(batch, advantages=torch.tensor([[0.0, 1.0, 2.0], [0.0, 3.0, 0.0]]))
+    assert annotated.select([1]).advantages.tolist() == [[0.0, 3.0, 0.0]] and annotated.select([1]).reference is None
+    assert torch.equal(annotated.spread(annotated.advantages[annotated.action_mask]), annotated.advantages)
+    tokens = ActionTokens.of(dataclasses.replace(annotated, weights=annotated.action_mask / 3), torch.device("cpu"))
     assert tokens.advantages.tolist() == [1.0, 2.0, 3.0] and tokens.reference is None
     assert tokens[1:].advantages.tolist() == [2.0, 3.0] and tokens[1:].old_logprobs.tolist() == [-0.5, -0.5]
 

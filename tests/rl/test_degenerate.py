@@ -42,18 +42,18 @@ SUMS = ("dr-grpo", "rloo", "dpo", "verifree")  # over tokens: every token weighs
 def test_advantages_and_weights_are_numbers(algorithm):
     for seed in ROUNDS:
         batch = a_round(seed)
-        made = ALGORITHMS[algorithm](paper(algorithm), LengthSettings())
-        if made.kl_in is None:
+        rl_algorithm = ALGORITHMS[algorithm](paper(algorithm), LengthSettings())
+        if rl_algorithm.kl_in is None:
             batch = replace(batch, reference=batch.logprobs * 1.5)
-        known = made.with_advantages(batch)
-        weights = made.weights(known)[batch.action_mask]
-        assert known.advantages.isfinite().all() and not known.advantages[~batch.action_mask].any()
+        with_advantages = rl_algorithm.with_advantages(batch)
+        weights = rl_algorithm.weights(with_advantages)[batch.action_mask]
+        assert with_advantages.advantages.isfinite().all() and not with_advantages.advantages[~batch.action_mask].any()
         assert (weights > 0).all()
         if algorithm not in SUMS:
             assert float(weights.sum()) == pytest.approx(1)
         else:
             assert weights.unique().numel() == 1
-        assert all(abs(x) < float("inf") for x in made.statistics(known).values())
+        assert all(abs(x) < float("inf") for x in rl_algorithm.statistics(with_advantages).values())
 
 
 def test_a_group_is_compared_with_itself_alone():
@@ -63,12 +63,12 @@ def test_a_group_is_compared_with_itself_alone():
         batch = a_round(seed)
         advantages = grpo.with_advantages(batch).advantages[:, 1]
         for group in batch.groups.unique():
-            mine = torch.nonzero(batch.groups == group)[:, 0]
-            assert abs(float(advantages[mine].sum())) < 1e-4 and float(advantages[mine].norm()) <= len(mine) ** 0.5
-            alone = grpo.with_advantages(batch.select(mine.tolist())).advantages[:, 1]
-            assert torch.equal(alone, advantages[mine])
-            if len(mine) == 1 or batch.rewards.sum(-1)[mine].unique().numel() == 1:
-                assert not advantages[mine].any()
+            rows = torch.nonzero(batch.groups == group)[:, 0]
+            assert abs(float(advantages[rows].sum())) < 1e-4 and float(advantages[rows].norm()) <= len(rows) ** 0.5
+            alone = grpo.with_advantages(batch.select(rows.tolist())).advantages[:, 1]
+            assert torch.equal(alone, advantages[rows])
+            if len(rows) == 1 or batch.rewards.sum(-1)[rows].unique().numel() == 1:
+                assert not advantages[rows].any()
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_or_are_all_0():
@@ -84,13 +84,13 @@ def test_whitened_advantages_have_mean_0_and_variance_1_or_are_all_0():
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_round_is_learned_from(setup, algorithm, seed):
     """Whatever it is made of, the steps and all metrics are finite numbers."""
-    made = setup(algorithm, update_epochs=2, mini_batch_size=2, entropy_coefficient=0.01)
-    measured = made.learner.learn(a_round(seed), "seed")
-    assert made.steps and all(step.isfinite().all() for step in made.steps)
+    harness = setup(algorithm, update_epochs=2, mini_batch_size=2, entropy_coefficient=0.01)
+    measured = harness.learner.learn(a_round(seed), "seed")
+    assert harness.steps and all(step.isfinite().all() for step in harness.steps)
     assert all(abs(x) < float("inf") for x in measured.values())
 
 
 @pytest.mark.parametrize("paid", [float("nan"), float("inf"), -float("inf"), 1e39])
-def test_a_reward_that_is_no_number_is_a_bug(batch, paid):
+def test_a_reward_that_is_no_number_is_a_bug(paid):
     with pytest.raises(AssertionError, match="finite"):
         Batch.of([replace(episode(random.Random(0), 0.0, 0, 2), token_rewards=[(1, 0.5), (2, paid)])])

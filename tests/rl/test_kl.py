@@ -45,22 +45,23 @@ def test_without_a_target_it_stays():
 
 
 def test_its_state_goes_through_json_to_the_bit():
-    kl, again = KlMultiplier(0.1), KlMultiplier(0.1)
+    kl = KlMultiplier(0.1)
+    restored = KlMultiplier(0.1)
     kl.update(0.117)
-    again.load_state_dict(json.loads(json.dumps(kl.state_dict())))
-    assert again.factor == kl.factor != 1.0
+    restored.load_state_dict(json.loads(json.dumps(kl.state_dict())))
+    assert restored.factor == kl.factor != 1.0
     with pytest.raises(R3LiteError, match="factor"):
-        again.load_state_dict({"factor": "much"})
+        restored.load_state_dict({"factor": "much"})
 
 
 @pytest.mark.parametrize("algorithm", [name for name, cls in ALGORITHMS.items() if cls.kl_in is not None])
 def test_a_round_follows_the_target(batch, setup, algorithm):
     """What was used is a metric; the next round has more or less, by how far the KL of this one was from the target."""
-    made = setup(algorithm, kl_beta=0.5, kl_target=1e-9)
-    measured = made.learner.learn(batch, "seed")
+    harness = setup(algorithm, kl_beta=0.5, kl_target=1e-9)
+    measured = harness.learner.learn(batch, "seed")
     assert measured["kl"] > 1e-9 and measured["kl_beta"] == 0.5
-    assert made.algorithm.kl_weight == pytest.approx(0.51)
-    assert made.learner.learn(batch, "seed")["kl_beta"] == pytest.approx(0.51)
+    assert harness.algorithm.kl_weight == pytest.approx(0.51)
+    assert harness.learner.learn(batch, "seed")["kl_beta"] == pytest.approx(0.51)
     assert "kl_beta" not in setup(algorithm, kl_beta=0.5).learner.learn(batch, "seed")
 
 
@@ -69,10 +70,10 @@ def test_beta_is_the_weight_in_the_loss(batch, setup, algorithm):
     """The gradient is linear in it, with whatever weight the controller has come to."""
     gradients = []
     for factor in (1.0, 2.0, 3.0):
-        made = setup(algorithm, kl_beta=0.1, kl_target=1.0)
-        made.algorithm.kl_multiplier.scale = factor
-        made.learner.learn(moved(batch, 0.01), "seed")
-        gradients.append(made.steps[0])
+        harness = setup(algorithm, kl_beta=0.1, kl_target=1.0)
+        harness.algorithm.kl_multiplier.scale = factor
+        harness.learner.learn(moved(batch, 0.01), "seed")
+        gradients.append(harness.steps[0])
     one, two, three = gradients
     assert torch.allclose(two - one, three - two, atol=1e-6) and (two - one).norm() > 1e-3
 
@@ -96,13 +97,13 @@ def test_whose_gradient_is_that_of_the_divergence(estimate, gradient_is_right):
 @pytest.mark.parametrize("estimate", losses.KL_ESTIMATES)
 @pytest.mark.parametrize("algorithm", [name for name, cls in ALGORITHMS.items() if cls.kl_in == "reward"])
 def test_the_estimate_is_taken_off_the_reward(batch, setup, algorithm, estimate):
-    made = setup(algorithm, kl_beta=0.5, kl_estimator=estimate)
-    known = moved(batch)
-    reference = made.learner.reference_logprobs(known)
-    d = known.logprobs - reference
+    harness = setup(algorithm, kl_beta=0.5, kl_estimator=estimate)
+    off_policy = moved(batch)
+    reference = harness.learner.reference_logprobs(off_policy)
+    d = off_policy.logprobs - reference
     by_hand = {"k1": d, "k2": d * d / 2, "k3": (-d).exp() + d - 1}[estimate]
-    paid = made.algorithm.penalized_rewards(replace(known, reference=reference))
-    assert torch.allclose(paid, known.rewards - 0.5 * by_hand * known.action_mask, atol=1e-6)
+    paid = harness.algorithm.penalized_rewards(replace(off_policy, reference=reference))
+    assert torch.allclose(paid, off_policy.rewards - 0.5 * by_hand * off_policy.action_mask, atol=1e-6)
 
 
 @pytest.mark.parametrize("algorithm", [name for name, cls in ALGORITHMS.items() if cls.kl_in == "loss"])
@@ -159,19 +160,22 @@ def test_the_kl_of_a_round_and_its_error_over_questions_by_hand():
 
 @pytest.mark.parametrize("algorithm", ["ppo", "grpo", "reinforce++-baseline"])
 def test_with_a_budget_the_kl_is_measured_before_the_update_even_if_it_is_not_punished(batch, setup, algorithm):
-    made = setup(algorithm, kl_beta=0.0, kl_budget=0.01)
-    made.learner.budget = ScriptedBudget(True)
-    reference = made.learner.reference_logprobs(batch)
-    measured = made.learner.learn(batch, "seed")
+    harness = setup(algorithm, kl_beta=0.0, kl_budget=0.01)
+    harness.learner.budget = ScriptedBudget(True)
+    reference = harness.learner.reference_logprobs(batch)
+    measured = harness.learner.learn(batch, "seed")
     wanted = losses.k3_kl(batch.logprobs, reference)[batch.action_mask].mean()
-    assert made.learner.budget.kls[0] == pytest.approx(float(wanted), rel=1e-4)
+    assert harness.learner.budget.kls[0] == pytest.approx(float(wanted), rel=1e-4)
     assert measured["kl"] > 0 and measured["kl_budget/scale"] == 0.5
     plain = setup(algorithm, kl_beta=0.0)
     assert "kl" not in plain.learner.learn(batch, "seed")
-    assert all(torch.equal(one, other) for one, other in zip(made.steps, plain.steps, strict=True)) and plain.steps
+    assert (
+        all(torch.equal(step, plain_step) for step, plain_step in zip(harness.steps, plain.steps, strict=True))
+        and plain.steps
+    )
 
 
 def test_nothing_is_learned_from_episodes_of_an_update_that_was_taken_back(batch, setup):
-    made = setup("grpo", kl_budget=0.01)
-    made.learner.budget = ScriptedBudget(False)
-    assert made.learner.learn(batch, "seed") == {"kl_budget/scale": 0.5} and made.steps == []
+    harness = setup("grpo", kl_budget=0.01)
+    harness.learner.budget = ScriptedBudget(False)
+    assert harness.learner.learn(batch, "seed") == {"kl_budget/scale": 0.5} and harness.steps == []

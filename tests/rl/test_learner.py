@@ -22,20 +22,20 @@ def test_observations_carry_nothing(batch, gradients, algorithm):
     changed = replace(batch, values=noisy(batch.values), logprobs=noisy(batch.logprobs))
     if algorithm in ("ppo", "reinforce++"):  # of others, the return is the sum of all rewards, paid at actions only
         changed = replace(changed, rewards=noisy(batch.rewards))
-    (got,), again = gradients(changed, algorithm)
+    (got,), changed_metrics = gradients(changed, algorithm)
     assert torch.equal(got, expected) and expected.norm() > 0
-    same = {"loss", "kl", "entropy", "grad_norm"} & measured.keys()
-    assert {k: measured[k] for k in same} == {k: again[k] for k in same}
+    keys = {"loss", "kl", "entropy", "grad_norm"} & measured.keys()
+    assert {k: measured[k] for k in keys} == {k: changed_metrics[k] for k in keys}
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_micro_batches_change_nothing(batch, gradients, algorithm):
     """Denominators are those of the mini-batch: splitting it gives the same gradient."""
-    (whole,), measured = gradients(batch, algorithm)
-    (split,), again = gradients(batch, algorithm, micro_batch_size=1)
-    assert torch.allclose(whole, split, atol=1e-6)
-    assert list(measured) == list(again)
-    assert all(measured[k] == pytest.approx(again[k], abs=1e-5) for k in measured)
+    (full_gradient,), measured = gradients(batch, algorithm)
+    (split_gradient,), split_metrics = gradients(batch, algorithm, micro_batch_size=1)
+    assert torch.allclose(full_gradient, split_gradient, atol=1e-6)
+    assert list(measured) == list(split_metrics)
+    assert all(measured[k] == pytest.approx(split_metrics[k], abs=1e-5) for k in measured)
 
 
 def test_several_epochs_and_mini_batches_take_that_many_steps(batch, gradients):
@@ -44,16 +44,16 @@ def test_several_epochs_and_mini_batches_take_that_many_steps(batch, gradients):
 
 
 def test_the_reference_is_read_at_actions_only(setup, batch, reference):
-    found = setup().learner.reference_logprobs(batch)
-    assert torch.allclose(found[batch.action_mask], reference, atol=1e-6) and not found[~batch.action_mask].any()
+    logprobs = setup().learner.reference_logprobs(batch)
+    assert torch.allclose(logprobs[batch.action_mask], reference, atol=1e-6) and not logprobs[~batch.action_mask].any()
     assert (reference - batch.logprobs[batch.action_mask]).abs().max() > 0.01
 
 
 def test_mini_batches_are_about_as_large(sampled):
     """Seven episodes in steps of at most three: the last one is no step of its own."""
     seven = sampled(["..a"] * 7, [1.0] * 7)
-    for most, sizes in ((3, [2, 2, 3]), (4, [3, 4]), (5, [3, 4]), (6, [3, 4]), (7, [7]), (9, [7])):
-        steps = seven.mini_batches(most, "s", by_group=False)
+    for limit, sizes in ((3, [2, 2, 3]), (4, [3, 4]), (5, [3, 4]), (6, [3, 4]), (7, [7]), (9, [7])):
+        steps = seven.mini_batches(limit, "s", by_group=False)
         assert [len(rows) for rows in steps] == sizes and sorted(chain(*steps)) == list(range(7))
 
 
@@ -80,18 +80,20 @@ def test_negative_advantages_can_weigh_less(batch, setup, gradients, logprobs, g
 
 def test_memory_figures_are_read_anew_each_time(batch, setup, monkeypatch):
     """They shrink in the middle of a round if a device runs out of memory."""
-    made, chunks, token_loss = setup("grpo", micro_batch_size=None), [], learner_module.token_loss
+    harness = setup("grpo", micro_batch_size=None)
+    chunks = []
+    token_loss = learner_module.token_loss
 
     def noting(hidden, head, targets, loss, temperature, chunk, with_entropy):
         chunks.append(chunk)
         return token_loss(hidden, head, targets, loss, temperature, chunk, with_entropy)
 
     monkeypatch.setattr(learner_module, "token_loss", noting)
-    made.learner.learn(batch, "seed")
-    made.learner.grant.memory = replace(made.learner.grant.memory, micro_batch_tokens=1, loss_chunk=3)
-    made.learner.learn(batch, "seed")
+    harness.learner.learn(batch, "seed")
+    harness.learner.grant.memory = replace(harness.learner.grant.memory, micro_batch_tokens=1, loss_chunk=3)
+    harness.learner.learn(batch, "seed")
     assert chunks == [128] + [3] * 4
-    assert torch.allclose(*made.steps, atol=1e-6)
+    assert torch.allclose(*harness.steps, atol=1e-6)
 
 
 def test_an_overflow_is_explained_by_the_newest_micro_batch(batch, setup, model):
@@ -111,8 +113,8 @@ class Reinforce(Algorithm):
     def weights(self, batch):
         return batch.action_mask / batch.action_mask.sum()
 
-    def loss(self, known, logprobs, entropy):
-        return -known.advantages * logprobs, {"surprise": -logprobs}
+    def loss(self, actions, logprobs, entropy):
+        return -actions.advantages * logprobs, {"surprise": -logprobs}
 
 
 def test_another_algorithm_needs_no_change_to_the_learner(batch, gradients, logprobs, gradient_of):
@@ -120,7 +122,7 @@ def test_another_algorithm_needs_no_change_to_the_learner(batch, gradients, logp
     returns = (batch.rewards.sum(-1)[:, None].expand_as(batch.rewards))[batch.action_mask]
     expected = -(returns * logprobs).mean()
     assert torch.allclose(got, gradient_of(expected), atol=1e-6) and got.norm() > 0
-    own = [name for name in measured if not name.startswith("sampling/")]
-    assert own == ["loss", "entropy", "surprise", "grad_norm", "frac_reward_zero_std"]
+    metric_names = [name for name in measured if not name.startswith("sampling/")]
+    assert metric_names == ["loss", "entropy", "surprise", "grad_norm", "frac_reward_zero_std"]
     assert measured["loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert measured["surprise"] == pytest.approx(-logprobs.mean().item(), rel=1e-5)

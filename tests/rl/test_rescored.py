@@ -30,19 +30,22 @@ def test_the_ratio_is_1_in_the_first_step_whatever_was_recorded(recorded, batch,
 
 def test_old_is_what_it_was_before_the_rounds_first_step(recorded, setup, model):
     """Every step moves the policy, so later ratios are not 1; all of them are taken to the same log-probabilities."""
-    made, seen = setup("grpo", **TRAINER, mini_batch_size=1, update_epochs=2), []
+    harness = setup("grpo", **TRAINER, mini_batch_size=1, update_epochs=2)
+    old_logprobs = []
 
     def step():
         for parameter in lora.adapter_parameters(model, "policy").values():
             parameter.data += 0.05
         return 1.0, False
 
-    made.learner.optimizer_step = step
-    loss = made.algorithm.loss
-    made.algorithm.loss = lambda known, *rest: seen.append(known.old_logprobs) or loss(known, *rest)
-    before = made.learner.policy_logprobs(recorded)
-    made.learner.learn(recorded, "seed")
-    assert torch.equal(torch.cat(seen).sort().values, before[recorded.action_mask].repeat(2).sort().values)
+    harness.learner.optimizer_step = step
+    loss = harness.algorithm.loss
+    harness.algorithm.loss = lambda actions, *args: old_logprobs.append(actions.old_logprobs) or loss(actions, *args)
+    initial_logprobs = harness.learner.policy_logprobs(recorded)
+    harness.learner.learn(recorded, "seed")
+    assert torch.equal(
+        torch.cat(old_logprobs).sort().values, initial_logprobs[recorded.action_mask].repeat(2).sort().values
+    )
 
 
 @pytest.mark.parametrize("cap", [0.9, 1.2, 100.0])
@@ -52,9 +55,9 @@ def test_importance_weights_by_hand(recorded, batch, setup, gradients, logprobs,
     (got,), measured = gradients(recorded, "grpo", **TRAINER, importance_cap=cap)
     ratio = (batch.logprobs - recorded.logprobs)[batch.action_mask].exp()
     assert ratio.min() < 0.9 and ratio.max() > 1.2
-    made = setup("grpo", **TRAINER).algorithm
-    advantages = made.with_advantages(batch).advantages
-    weights = (made.weights(batch) * advantages)[batch.action_mask] * ratio.clamp(max=cap)
+    grpo = setup("grpo", **TRAINER).algorithm
+    advantages = grpo.with_advantages(batch).advantages
+    weights = (grpo.weights(batch) * advantages)[batch.action_mask] * ratio.clamp(max=cap)
     assert torch.allclose(got, gradient_of(-(weights * logprobs).sum()), atol=1e-6) and got.norm() > 0
     assert measured["sampling/importance_sampling_ratio/mean"] == pytest.approx(float(ratio.mean()), rel=1e-4)
 
@@ -62,9 +65,9 @@ def test_importance_weights_by_hand(recorded, batch, setup, gradients, logprobs,
 def test_the_kl_and_the_bonus_are_not_weighed(recorded, gradients):
     """Rewards all equal leave them alone in the loss."""
     equal = replace(recorded, rewards=0 * recorded.rewards)
-    rest = {"old_logprobs": "trainer", "kl_beta": 0.1, "entropy_coefficient": 0.1}
+    settings = {"old_logprobs": "trainer", "kl_beta": 0.1, "entropy_coefficient": 0.1}
     (without,), (with_cap,) = (
-        gradients(equal, "grpo", **rest)[0],
-        gradients(equal, "grpo", **rest, importance_cap=0.5)[0],
+        gradients(equal, "grpo", **settings)[0],
+        gradients(equal, "grpo", **settings, importance_cap=0.5)[0],
     )
     assert torch.equal(without, with_cap) and without.norm() > 0

@@ -45,7 +45,7 @@ def off_policy(batch, model):
     ("micro_batch_size", "mini_batch_size", "chunk"), [(4, 4, 128), (4, 4, 3), (1, 4, 128), (2, 2, 2)]
 )
 @pytest.mark.parametrize(
-    ("algorithm", "formula", "more"),
+    ("algorithm", "formula", "extra_settings"),
     [
         ("ppo", ppo_gradients, {}),
         ("grpo", grpo_gradients, {}),
@@ -60,11 +60,11 @@ def off_policy(batch, model):
     ],
 )
 def test_every_parameter_gets_the_gradient_of_the_formula(
-    setup, model, off_policy, algorithm, formula, more, micro_batch_size, mini_batch_size, chunk
+    setup, model, off_policy, algorithm, formula, extra_settings, micro_batch_size, mini_batch_size, chunk
 ):
     sizes = {"micro_batch_size": micro_batch_size, "mini_batch_size": mini_batch_size, "lengths": LENGTHS}
-    made = setup(algorithm, **{**SETTINGS, **sizes, **more})
-    learner = made.learner
+    harness = setup(algorithm, **{**SETTINGS, **sizes, **extra_settings})
+    learner = harness.learner
     learner.temperature = TEMPERATURE
     learner.grant.memory = replace(learner.grant.memory, loss_chunk=chunk)
     if learner.algorithm.has_teacher:
@@ -73,8 +73,8 @@ def test_every_parameter_gets_the_gradient_of_the_formula(
     plain = Plain(model, learner.value_head)
     steps = off_policy.mini_batches(mini_batch_size, "seed/0", learner.algorithm.has_groups)
     expected = formula(learner.settings, plain, off_policy, steps)
-    assert len(made.steps) == len(expected) == 4 // mini_batch_size
-    for got, step in zip(made.steps, expected):
+    assert len(harness.steps) == len(expected) == 4 // mini_batch_size
+    for got, step in zip(harness.steps, expected):
         for part, wanted in zip(got.split([p.numel() for p in plain.parameters]), step, strict=True):
             wanted = wanted.flatten().float()
             assert wanted.norm() > 0 and (part - wanted).norm() <= 1e-4 * wanted.norm()
@@ -97,15 +97,15 @@ def test_off_policy_episodes_get_the_gradient_of_the_shaped_ratio(
     logprobs = torch.where(off[:, None], 0.0, off_policy.logprobs) if teacher else off_policy.logprobs
     batch = replace(off_policy, off_policy=off, logprobs=logprobs)
     sizes = {"micro_batch_size": micro_batch_size, "mini_batch_size": mini_batch_size, "lengths": LENGTHS}
-    made = setup(algorithm, **{**SETTINGS, **sizes, "kl_estimator": "k2", "shaping_gamma": 0.2})
-    learner = made.learner
+    harness = setup(algorithm, **{**SETTINGS, **sizes, "kl_estimator": "k2", "shaping_gamma": 0.2})
+    learner = harness.learner
     learner.temperature = TEMPERATURE
     learner.grant.memory = replace(learner.grant.memory, loss_chunk=chunk)
     measured = learner.learn(batch, "seed")
     plain = Plain(model, None)
     steps = batch.mini_batches(mini_batch_size, "seed/0", learner.algorithm.has_groups)
     assert sorted(map(sorted, steps)) == ([[0, 1, 2, 3]] if mini_batch_size == 2 else [[0, 1], [2, 3]])
-    for got, step in zip(made.steps, mixed_gradients(learner.settings, plain, batch, steps), strict=True):
+    for got, step in zip(harness.steps, mixed_gradients(learner.settings, plain, batch, steps), strict=True):
         for part, wanted in zip(got.split([p.numel() for p in plain.parameters]), step, strict=True):
             wanted = wanted.flatten().float()
             assert wanted.norm() > 0 and (part - wanted).norm() <= 1e-4 * wanted.norm()
@@ -127,11 +127,11 @@ def test_off_policy_episodes_get_the_gradient_of_the_shaped_ratio(
 @pytest.mark.parametrize("algorithm", ["luffy", "exgrpo", "hybrid"])
 def test_without_off_policy_episodes_it_is_grpo_to_the_bit(gradients, off_policy, algorithm):
     """And with them it is not: nothing that GRPO's clip would cut off has no gradient."""
-    same = {"kl_beta": 0.05, "entropy_coefficient": 0.02}
-    (grpo,), (got,) = gradients(off_policy, "grpo", **same)[0], gradients(off_policy, algorithm, **same)[0]
+    settings = {"kl_beta": 0.05, "entropy_coefficient": 0.02}
+    (grpo,), (got,) = gradients(off_policy, "grpo", **settings)[0], gradients(off_policy, algorithm, **settings)[0]
     assert torch.equal(grpo, got) and grpo.norm() > 0
     mixed = replace(off_policy, off_policy=torch.tensor([False, True, False, True]))
-    assert not torch.allclose(gradients(mixed, algorithm, **same)[0][0], grpo, rtol=0.05)
+    assert not torch.allclose(gradients(mixed, algorithm, **settings)[0][0], grpo, rtol=0.05)
 
 
 @pytest.mark.parametrize(("micro_batch_size", "chunk"), [(4, 128), (1, 128), (2, 3)])
@@ -146,14 +146,14 @@ def test_analyses_and_right_answers_get_the_gradient_of_the_mean_likelihood(
         rewards=off_policy.rewards.abs(),
     )
     sizes = {"micro_batch_size": micro_batch_size, "mini_batch_size": 4, "lengths": LENGTHS}
-    made = setup("verifree", **{**SETTINGS, **sizes, "kl_estimator": "k2"})
-    learner = made.learner
+    harness = setup("verifree", **{**SETTINGS, **sizes, "kl_estimator": "k2"})
+    learner = harness.learner
     learner.temperature = TEMPERATURE
     learner.grant.memory = replace(learner.grant.memory, loss_chunk=chunk)
     measured = learner.learn(batch, "seed")
     plain = Plain(model, None)
     (expected,) = verifree_gradients(learner.settings, plain, batch, [[0, 1, 2, 3]])
-    (gradient,) = made.steps
+    (gradient,) = harness.steps
     for part, of_formula in zip(gradient.split([p.numel() for p in plain.parameters]), expected, strict=True):
         of_formula = of_formula.flatten().float()
         assert of_formula.norm() > 0
@@ -181,11 +181,11 @@ def test_pairs_get_the_gradient_of_dpo(setup, model, batch, groups, paid, pair_c
     rewards = torch.zeros_like(batch.rewards)
     rewards[:, 2] = torch.tensor(paid)  # an action token of every row
     batch = replace(batch, logprobs=logprobs, rewards=rewards, groups=torch.tensor(groups))
-    made = setup("dpo", kl_beta=0.7, likelihood_weight=0.3, micro_batch_size=micro_batch_size)
-    made.learner.temperature = TEMPERATURE
-    measured = made.learner.learn(batch, "seed")
-    expected = torch.cat([part.flatten().float() for part in dpo_gradient(made.learner.settings, plain, batch)])
-    (gradient,) = made.steps
+    harness = setup("dpo", kl_beta=0.7, likelihood_weight=0.3, micro_batch_size=micro_batch_size)
+    harness.learner.temperature = TEMPERATURE
+    measured = harness.learner.learn(batch, "seed")
+    expected = torch.cat([part.flatten().float() for part in dpo_gradient(harness.learner.settings, plain, batch)])
+    (gradient,) = harness.steps
     assert expected.norm() > 0 and (gradient - expected).norm() <= 1e-4 * expected.norm()
     log_ratios = [
         float((logprobs[row, t] - plain.episode(batch.tokens[row], t, "reference")[0].detach()).sum())

@@ -42,9 +42,9 @@ class ScriptedEngine(Engine):
         logprobs = torch.log_softmax(logits.float() / self.sampler.temperature, -1)
         tokens = []
         for sequence, depth in zip(batch.sequences, batch.depths, strict=True):
-            held = bool(sequence.forced_step and sequence.forced_step.faults)
+            is_forced = bool(sequence.forced_step and sequence.forced_step.faults)
             turns = self.script[sequence.question.id]
-            turn = self.forced if held and self.forced else turns[len(sequence.steps) + held]
+            turn = self.forced if is_forced and self.forced else turns[len(sequence.steps) + is_forced]
             tokens.append(token_of(self.layout.tokenizer, turn.removesuffix("..."), len(sequence.turn) + depth))
         return torch.tensor(tokens), logprobs[range(len(tokens)), tokens]
 

@@ -37,10 +37,12 @@ def test_graphs_leave_the_rows_that_pad_them_as_they_are(model):
     """Rows that wait for documents fill a bucket up. They go on in the last steps of the comparison."""
     graphs, plain = test_decoder.compared(model, test_decoder.Replayed())
     assert graphs.uses_graphs
-    for one, other in zip(graphs.cache.layers, plain.cache.layers, strict=True):
-        if hasattr(one, "values"):
-            assert torch.allclose(one.values[:, : one.size], other.values[:, : other.size], atol=1e-5)
-            assert not one.values[:, one.empty].any()
+    for graph_layer, plain_layer in zip(graphs.cache.layers, plain.cache.layers, strict=True):
+        if hasattr(graph_layer, "values"):
+            assert torch.allclose(
+                graph_layer.values[:, : graph_layer.size], plain_layer.values[:, : plain_layer.size], atol=1e-5
+            )
+            assert not graph_layer.values[:, graph_layer.empty].any()
 
 
 @torch.no_grad()

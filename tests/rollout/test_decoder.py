@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from r3lite.checks.numbers import BUCKETS, DRAFTS, STEPS
+from r3lite.devices.live_tensors import UncompiledMode
 from r3lite.models import lora
 from r3lite.models.causal_lm import CausalLM, LayerKind
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
@@ -70,16 +70,16 @@ def test_graphs_of_layers_with_windows_give_what_the_model_gives(model):
 def test_graphs_give_what_the_model_gives(model):
     capture = Replayed()
     graphs, plain = compared(model, capture)
-    for one, other in zip(graphs.cache.layers, plain.cache.layers):
+    for graph_layer, plain_layer in zip(graphs.cache.layers, plain.cache.layers):
         for row, used in enumerate(plain.cache.lengths):
-            assert torch.allclose(one.block[row, :, :used], other.block[row, :, :used], atol=1e-5)
+            assert torch.allclose(graph_layer.block[row, :, :used], plain_layer.block[row, :, :used], atol=1e-5)
     assert list(graphs.graphs) == BUCKETS and capture.count == len(BUCKETS)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("bad", BUCKETS, ids=str)
-@pytest.mark.parametrize("how", ["another result", "no capture"])
-def test_what_cannot_be_captured_is_decoded_by_the_model_and_said(model, capsys, how, bad):
+@pytest.mark.parametrize("failure", ["another result", "no capture"])
+def test_what_cannot_be_captured_is_decoded_by_the_model_and_said(model, capsys, failure, bad):
     """Every bucket is held against the model, not the first alone."""
 
     class Broken(Replayed):
@@ -87,7 +87,7 @@ def test_what_cannot_be_captured_is_decoded_by_the_model_and_said(model, capsys,
             replay, result = super().__call__(work)
             if BUCKETS[self.count - 1] != bad:
                 return replay, result
-            if how == "no capture":
+            if failure == "no capture":
                 raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
             return lambda: result.copy_(-work()), result
 
@@ -155,7 +155,7 @@ def test_an_error_of_the_model_is_no_problem_of_graphs(model, monkeypatch, capsy
     assert not capsys.readouterr().err
 
 
-class Capturable(TorchDispatchMode):
+class Capturable(UncompiledMode):
     """Refuses what a capture cannot hold: waiting for the device's numbers, and new tensors from the host's."""
 
     refused = ("_local_scalar_dense", "nonzero", "masked_select", "lift_fresh", "_unique2")
@@ -190,9 +190,10 @@ def test_on_a_card_episodes_are_the_same_with_graphs_and_without(engine_of, mode
 
     model.to("cuda")
     engine = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=40))
-    asked, seeds = questions(5), list("abcde")
-    with_graphs = [s.tokens for s in engine.run(asked, seeds, nothing)]
+    batch = questions(5)
+    seeds = list("abcde")
+    with_graphs = [s.tokens for s in engine.run(batch, seeds, nothing)]
     monkeypatch.setattr(
         "r3lite.rollout.engine.GraphDecoder", lambda model, cache, slots, drafter: Decoder(model, cache, drafter)
     )
-    assert [s.tokens for s in engine.run(asked, seeds, nothing)] == with_graphs
+    assert [s.tokens for s in engine.run(batch, seeds, nothing)] == with_graphs

@@ -103,27 +103,27 @@ def counted(monkeypatch):
 @pytest.fixture(params=["passes", "graphs"])
 def decoders(request, monkeypatch):
     """The decoders of the engine: on a CPU, and as on a card, which has as many places for all rows of a pass."""
-    made = []
+    graph_decoders = []
 
     def by_graphs(model, cache, drafter):
         decoder = GraphDecoder(model, cache, SLOTS, Replayed(), drafter)
-        made.append(decoder)
+        graph_decoders.append(decoder)
         return decoder
 
     if request.param == "graphs":
         monkeypatch.setattr(engine, "Decoder", by_graphs)
     yield
-    assert all(decoder.uses_graphs for decoder in made)
+    assert all(decoder.uses_graphs for decoder in graph_decoders)
 
 
 def assert_same(drafted, plain):
     """All of episodes that were sampled with drafts and without."""
-    for one, other in zip(drafted, plain, strict=True):
-        assert (one.tokens, one.action_mask) == (other.tokens, other.action_mask)
-        assert (one.steps, one.step_ends, one.finish) == (other.steps, other.step_ends, other.finish)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        assert one.values == pytest.approx(other.values, abs=1e-4)
-        assert one.stream.peek(0) == other.stream.peek(0)  # no uniform number was drawn for what was not kept
+    for actual, expected in zip(drafted, plain, strict=True):
+        assert (actual.tokens, actual.action_mask) == (expected.tokens, expected.action_mask)
+        assert (actual.steps, actual.step_ends, actual.finish) == (expected.steps, expected.step_ends, expected.finish)
+        assert actual.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert actual.values == pytest.approx(expected.values, abs=1e-4)
+        assert actual.stream.peek(0) == expected.stream.peek(0)  # no uniform number was drawn for what was not kept
 
 
 def with_drafts(plain):
@@ -146,8 +146,8 @@ def test_tokens_are_those_of_sampling_one_by_one(engine_of, counted, decoders, s
     drafted, fewer_passes, verified = counted.of(lambda: with_drafts(plain).run(group, ["a", "b"], nothing))
     assert verified and fewer_passes <= passes
     assert_same(drafted, expected)
-    again = with_drafts(plain).run(group, ["a", "b"], nothing)
-    assert [s.logprobs for s in again] == [s.logprobs for s in drafted]  # to the bit
+    rerun = with_drafts(plain).run(group, ["a", "b"], nothing)
+    assert [s.logprobs for s in rerun] == [s.logprobs for s in drafted]  # to the bit
 
 
 @pytest.fixture
@@ -257,8 +257,8 @@ def test_several_adapters_samplers_and_limits_of_tokens(lanes_of, model, counted
     def visitors():
         settings = [("a", None, Sampler(0.0), None), ("b", "rl", Sampler(0.0), 33), ("c", "rl", Sampler(0.2), 34)]
         return [
-            Visitor(Question(name, name, ()), stream=Uniforms(name), adapter=on, sampler=by, max_tokens=most)
-            for name, on, by, most in settings
+            Visitor(Question(name, name, ()), stream=Uniforms(name), adapter=on, sampler=by, max_tokens=limit)
+            for name, on, by, limit in settings
         ]
 
     expected = answered(lanes_of([None, "rl"], 0), visitors())
@@ -320,9 +320,9 @@ def test_a_pass_over_drafts_equals_one_token_after_the_other(small_model, counts
             expected.append(model(single.tokens, single)[0, 0])
     assert torch.allclose(hidden, torch.stack(expected), atol=1e-5)
     assert caches[0].lengths == caches[1].lengths
-    for one, other in zip(caches[0].layers, caches[1].layers):
+    for draft_layer, single_layer in zip(caches[0].layers, caches[1].layers):
         for row, length in enumerate(caches[0].lengths):
-            assert torch.allclose(one.block[row, :, :length], other.block[row, :, :length], atol=1e-5)
+            assert torch.allclose(draft_layer.block[row, :, :length], single_layer.block[row, :, :length], atol=1e-5)
 
 
 def sequence_of(tokens, question=None):

@@ -42,13 +42,13 @@ def three(scripted):
         "2": [answer(1, "at once")],
     }
     engine = scripted(script, protocol=PROTOCOL, lengths=LENGTHS)
-    asked = []
+    queries = []
 
     def retrieve(pairs):
-        asked.append([(q.id, query) for q, query in pairs])
+        queries.append([(q.id, query) for q, query in pairs])
         return [DOCUMENTS for _ in pairs]
 
-    return engine, engine.run(questions(3), ["a", "b", "c"], retrieve), asked
+    return engine, engine.run(questions(3), ["a", "b", "c"], retrieve), queries
 
 
 def test_named_sampling_tells_how_far_it_is_without_a_terminal(scripted, monkeypatch, capsys):
@@ -56,9 +56,9 @@ def test_named_sampling_tells_how_far_it_is_without_a_terminal(scripted, monkeyp
     engine = scripted({"0": [answer(1, "a")], "1": [answer(1, "longer")]}, protocol=PROTOCOL, lengths=LENGTHS)
     retrieve = lambda pairs: [DOCUMENTS for _ in pairs]  # noqa: E731
     engine.run(questions(2), ["a", "b"], retrieve, progress="evaluate")
-    told = [line.rpartition(",")[0] for line in capsys.readouterr().err.splitlines()]
+    progress_lines = [line.rpartition(",")[0] for line in capsys.readouterr().err.splitlines()]
     expected = [f"evaluate: {count} of 2 episodes" for count in range(3)]
-    assert list(dict.fromkeys(told)) == expected
+    assert list(dict.fromkeys(progress_lines)) == expected
     # Episodes that are over before the first token, such as those without space for an answer, count as well.
     over = [Sequence(question, stream=Uniforms("a"), finish=CUT_OFF) for question in questions(2)]
     engine.finish(over, retrieve, progress="evaluate")
@@ -68,10 +68,10 @@ def test_named_sampling_tells_how_far_it_is_without_a_terminal(scripted, monkeyp
 
 
 def test_episodes_go_through_retrievals_to_their_answers(three):
-    _, sequences, asked = three
+    _, sequences, queries = three
     assert [s.finish for s in sequences] == [ANSWERED] * 3
     assert [s.episode().prediction for s in sequences] == ["London", "b", "at once"]
-    assert asked == [[("0", "first"), ("1", "only one")], [("0", "second, longer query")]]
+    assert queries == [[("0", "first"), ("1", "only one")], [("0", "second, longer query")]]
     assert [len(s.steps) for s in sequences] == [3, 2, 1] and not any(
         f for s in sequences for step in s.steps for f in step.faults
     )
@@ -87,9 +87,9 @@ def test_the_token_layout_is_the_chat_of_the_steps(three, tokenizer):
             messages.append(
                 {"role": "user", "content": PROTOCOL.observation(sequence.question.text, sequence.steps[:number])}
             )
-    ids, written = tokenizer.chat(messages)
+    ids, loss_mask = tokenizer.chat(messages)
     # All but the newline after the last turn.
-    assert sequence.tokens == ids[:-1] and sequence.action_mask == written[:-1]
+    assert sequence.tokens == ids[:-1] and sequence.action_mask == loss_mask[:-1]
     assert [tokenizer.decode(sequence.tokens[e : e + 1]) for e in sequence.step_ends] == [""] * 3  # the stop tokens
 
 
@@ -130,10 +130,11 @@ def test_what_a_sequence_says_does_not_depend_on_its_company(engine_of):
     lengths = dataclasses.replace(LENGTHS, max_new_tokens=40)
     for temperature in (1.0, 0.0):
         engine = engine_of(PROTOCOL, lengths, Sampler(temperature))
-        asked, seeds = questions(4), list("abcd")
-        together = [s.tokens for s in engine.run(asked, seeds, lambda pairs: [[] for _ in pairs])]
-        reversed_ = [s.tokens for s in engine.run(asked[::-1], seeds[::-1], lambda pairs: [[] for _ in pairs])]
-        alone = [engine.run([q], [s], lambda pairs: [[] for _ in pairs])[0].tokens for q, s in zip(asked, seeds)]
+        batch = questions(4)
+        seeds = list("abcd")
+        together = [s.tokens for s in engine.run(batch, seeds, lambda pairs: [[] for _ in pairs])]
+        reversed_ = [s.tokens for s in engine.run(batch[::-1], seeds[::-1], lambda pairs: [[] for _ in pairs])]
+        alone = [engine.run([q], [s], lambda pairs: [[] for _ in pairs])[0].tokens for q, s in zip(batch, seeds)]
         assert together == reversed_[::-1] == alone
     assert len({tuple(t[-40:]) for t in together}) > 1
 
@@ -193,8 +194,8 @@ def test_without_room_for_an_answer_the_episode_is_cut_off_at_once(scripted):
     spoken = len(engine.layout.tokenizer.encode(ask(1, "q" * 40))) + 1
     opened = len(engine.layout.tokenizer.open_chat(PROTOCOL.question_message(questions(1)[0].text), None))
     engine.layout.lengths = dataclasses.replace(LENGTHS, max_new_tokens=200, max_length=opened + spoken + 20)
-    cut, other = engine.run(questions(2), ["s", "t"], lambda pairs: [DOCUMENTS for _ in pairs])
-    assert (cut.finish, other.finish) == (CUT_OFF, ANSWERED)
+    cut, answered = engine.run(questions(2), ["s", "t"], lambda pairs: [DOCUMENTS for _ in pairs])
+    assert (cut.finish, answered.finish) == (CUT_OFF, ANSWERED)
     assert len(cut.steps) == 1 and cut.tokens[-1] == engine.layout.tokenizer.stop_id and cut.action_mask[-1]
 
 
@@ -282,8 +283,8 @@ def test_nodes_of_a_plan_are_searched_where_their_kind_of_source_is(scripted):
 
     routes = Routes(named("all"), {"News": named("news")})
     (sequence,) = engine.run([Question("0", "Who ruled?", ("Olav",))], ["0"], routes)
-    found = [d.id for step in sequence.episode().steps for s in step.searches for d in s.documents]
-    assert found == [
+    document_ids = [d.id for step in sequence.episode().steps for s in step.searches for d in s.documents]
+    assert document_ids == [
         "all: Who made Brenn?",
         "news: When was Ann Dahl born?",
         "all: Where was Ann Dahl born?",

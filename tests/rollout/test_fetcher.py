@@ -61,7 +61,7 @@ def test_nothing_is_waited_for_if_no_sequence_is_at_work():
     with closing(Fetcher(lambda pairs: [documents([query]) for _, query in pairs])) as fetcher:
         fetcher.queue(waiting("1", "a"))
         fetcher.end_iteration(idle=True)
-        assert [found for _, found in fetcher.collect(idle=True)] == [[documents(["a"])]]
+        assert [results for _, results in fetcher.collect(idle=True)] == [[documents(["a"])]]
 
 
 def test_each_kind_of_source_is_one_call_of_its_own_retriever():
@@ -85,8 +85,8 @@ def test_each_kind_of_source_is_one_call_of_its_own_retriever():
         ("news", [("1", "a"), ("1", "c"), ("2", "f")]),
         ("papers", [("2", "d")]),
     ]
-    assert [[d.id for d in found] for found in fetched[0][1]] == [["news a"], ["all b"], ["news c"]]
-    assert [[d.id for d in found] for found in fetched[1][1]] == [["papers d"], ["all e"], ["news f"]]
+    assert [[d.id for d in hits] for hits in fetched[0][1]] == [["news a"], ["all b"], ["news c"]]
+    assert [[d.id for d in hits] for hits in fetched[1][1]] == [["papers d"], ["all e"], ["news f"]]
 
 
 def test_a_source_that_fails_fails_its_own_searches_only():

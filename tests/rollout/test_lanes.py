@@ -35,15 +35,15 @@ def layout(tokenizer):
 
 @pytest.fixture
 def lanes_of(model, layout):
-    made = []
+    open_lanes = []
 
     def make(adapters=(None,), rows=4, retrieve=nothing, kind=LaneEngine):
         engine = kind(model, layout, GREEDY, Grant(Memory()))
-        made.append(Lanes(engine, list(adapters), rows, retrieve))
-        return made[-1]
+        open_lanes.append(Lanes(engine, list(adapters), rows, retrieve))
+        return open_lanes[-1]
 
     yield make
-    for lanes in made:
+    for lanes in open_lanes:
         lanes.close()
 
 
@@ -60,17 +60,17 @@ def visitor(layout):
 
 def run(lanes):
     """The sequences in the order in which they ended."""
-    ended = []
+    completions = []
     while lanes.visitors:
-        ended += lanes.iterate()
-    return ended
+        completions += lanes.iterate()
+    return completions
 
 
 def alone(model, layout, sequence, sampler=GREEDY):
     """What an engine makes of the same question."""
     engine = Engine(model, layout, sampler, Grant(Memory()))
-    (other,) = engine.run([sequence.question], [sequence.question.id], nothing)
-    return other
+    (expected,) = engine.run([sequence.question], [sequence.question.id], nothing)
+    return expected
 
 
 def test_who_joins_later_says_what_it_says_alone(lanes_of, visitor, model, layout):
@@ -113,12 +113,12 @@ def test_adapters_side_by_side_give_what_each_gives_alone_to_the_bit(lanes_of, v
     for sequence in together:
         if sequence.adapter:  # loaded alone
             add_random_adapter(model, "only", seeds[sequence.adapter])
-        other = visitor("a", adapter="only" if sequence.adapter else None)
-        lanes = lanes_of((other.adapter,))
-        lanes.join(other)
+        lone_visitor = visitor("a", adapter="only" if sequence.adapter else None)
+        lanes = lanes_of((lone_visitor.adapter,))
+        lanes.join(lone_visitor)
         run(lanes)
         lanes.close()
-        assert (sequence.tokens, sequence.logprobs) == (other.tokens, other.logprobs)
+        assert (sequence.tokens, sequence.logprobs) == (lone_visitor.tokens, lone_visitor.logprobs)
         if sequence.adapter:
             lora.remove_adapter(model, "only")
 
@@ -126,13 +126,13 @@ def test_adapters_side_by_side_give_what_each_gives_alone_to_the_bit(lanes_of, v
 def test_each_row_has_its_own_sampler(lanes_of, visitor, model, layout):
     lanes = lanes_of()
     hot = Sampler(1.0)
-    both = [visitor("a", hot), visitor("b"), visitor("c", Sampler(1.0, top_p=0.5))]
-    for sequence in both:
+    visitors = [visitor("a", hot), visitor("b"), visitor("c", Sampler(1.0, top_p=0.5))]
+    for sequence in visitors:
         lanes.join(sequence)
     run(lanes)
-    for sequence in both:
-        other = alone(model, layout, sequence, sequence.sampler)
-        assert sequence.tokens == other.tokens and sequence.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+    for sequence in visitors:
+        expected = alone(model, layout, sequence, sequence.sampler)
+        assert sequence.tokens == expected.tokens and sequence.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 def test_a_limit_of_its_own_cuts_off(lanes_of, visitor):
@@ -157,11 +157,10 @@ def test_who_leaves_frees_its_row_whether_it_waits_or_is_sampled(lanes_of, visit
 
 def test_who_leaves_while_its_documents_are_looked_for_goes_when_they_have_come(lanes_of, visitor):
     def slow(pairs):
-        begun.set()
         go_on.wait(10)
         return [[Document("1", "Rome", "Rome is in Italy.")] for _ in pairs]
 
-    begun, go_on = threading.Event(), threading.Event()
+    go_on = threading.Event()
     lanes = lanes_of(rows=2, retrieve=slow, kind=ScriptedEngine)
     lanes.engine.script = {"a": [QUERY, ANSWER.format(2)], "b": [ANSWER.format(1)]}
     lanes.engine.sampler = Sampler(1.0)
@@ -169,13 +168,13 @@ def test_who_leaves_while_its_documents_are_looked_for_goes_when_they_have_come(
     asks, answers = visitor("a"), visitor("b")
     lanes.join(asks)
     lanes.join(answers)
-    ended = []
+    completions = []
     while not asks.pending:
-        ended += lanes.iterate()
+        completions += lanes.iterate()
     asks.leaving = True
     go_on.set()
-    ended += run(lanes)
-    assert {s.question.id: s.finish for s in ended} == {"a": CUT_OFF, "b": ANSWERED}
+    completions += run(lanes)
+    assert {s.question.id: s.finish for s in completions} == {"a": CUT_OFF, "b": ANSWERED}
     assert lanes.lanes[None][0].rows == []
 
 
@@ -194,10 +193,10 @@ def test_a_lane_that_waits_for_documents_does_not_hold_up_another(lanes_of, visi
     while not lanes.fetchers[None].is_waiting:
         lanes.iterate()
     lanes.join(answers)
-    ended = []
-    while answers not in ended:  # without an end, if it waited for the documents
-        ended += lanes.iterate()
-    assert asks.pending and ended == [answers]
+    completions = []
+    while answers not in completions:  # without an end, if it waited for the documents
+        completions += lanes.iterate()
+    assert asks.pending and completions == [answers]
     go_on.set()
     assert run(lanes) == [asks]
 
@@ -221,14 +220,15 @@ def break_at(model, layout, text):
 def test_a_row_without_numbers_ends_alone_and_leaves_none_in_its_row(lanes_of, visitor, model, layout):
     """It ended every answer that was being sampled; and a NaN in the cache counts in spite of a mask."""
     first, waiting = visitor("a" * 40), visitor("w", Sampler(1.0, top_k=5))  # which is the shortest
-    bad, sound = visitor("#" * 20, Sampler(1.0, top_p=0.9)), [first, waiting]
+    bad = visitor("#" * 20, Sampler(1.0, top_p=0.9))
+    sound = [first, waiting]
     expected = {s.question.id: alone(model, layout, s, s.sampler).tokens for s in sound}
     break_at(model, layout, "#")
     lanes = lanes_of(rows=2)
     for sequence in (first, bad, waiting):
         lanes.join(sequence)
-    ended = run(lanes)
-    assert ended[0] is bad and bad.finish == CUT_OFF and not bad.logprobs
+    completions = run(lanes)
+    assert completions[0] is bad and bad.finish == CUT_OFF and not bad.logprobs
     assert f"question {'#' * 20}: the model's logits are not finite: model.layers.0 was the first" in str(bad.error)
     assert {s.question.id: s.tokens for s in sound} == expected and not any(s.error for s in sound)
     scheduler, _ = lanes.lanes[None]
@@ -239,9 +239,9 @@ def test_who_asks_again_what_had_no_numbers_is_told_again(lanes_of, visitor, mod
     """The row of the first one is cleared, so that nothing of it may be copied, nor waited for."""
     break_at(model, layout, "#")
     lanes = lanes_of(rows=1)
-    twice = [visitor("#"), visitor("#")]
-    for sequence in twice:
+    visitors = [visitor("#"), visitor("#")]
+    for sequence in visitors:
         lanes.join(sequence)
     for _ in range(3):
         lanes.iterate()
-    assert all(sequence.error for sequence in twice) and not lanes.visitors
+    assert all(sequence.error for sequence in visitors) and not lanes.visitors

@@ -154,8 +154,8 @@ def test_an_engine_goes_on_after_a_listener_ended_a_run(scripted):
     def run(listeners=None):
         return engine.run([Question("a", "who?", ())], ["a"], lambda pairs: [DOCUMENTS for _ in pairs], None, listeners)
 
-    (before,) = run()
+    (expected,) = run()
     with pytest.raises(KeyboardInterrupt):
         run([Listener(stop, lambda sequence: None)])
-    (after,) = run()
-    assert after.tokens == before.tokens and after.logprobs == before.logprobs and engine.model.training
+    (resumed,) = run()
+    assert resumed.tokens == expected.tokens and resumed.logprobs == expected.logprobs and engine.model.training

@@ -97,12 +97,12 @@ def say(model, tokenizer, head):
 
 
 def assert_same(together, alone):
-    for one, other in zip(together, alone, strict=True):
-        assert (one.tokens, one.action_mask) == (other.tokens, other.action_mask)
-        assert (one.steps, one.step_ends, one.finish) == (other.steps, other.step_ends, other.finish)
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        assert one.values == pytest.approx(other.values, abs=1e-4)
-        assert one.stream.peek(0) == other.stream.peek(0)
+    for actual, expected in zip(together, alone, strict=True):
+        assert (actual.tokens, actual.action_mask) == (expected.tokens, expected.action_mask)
+        assert (actual.steps, actual.step_ends, actual.finish) == (expected.steps, expected.step_ends, expected.finish)
+        assert actual.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+        assert actual.values == pytest.approx(expected.values, abs=1e-4)
+        assert actual.stream.peek(0) == expected.stream.peek(0)
 
 
 def test_episodes_with_retrievals_and_a_critic_say_what_each_says_alone(say):
@@ -112,8 +112,8 @@ def test_episodes_with_retrievals_and_a_critic_say_what_each_says_alone(say):
     for rows, draft_tokens in ((6, 0), (4, 0), (6, 7)):
         together, _ = say(TURNS, draft_tokens=draft_tokens, rollout_batch_size=rows)
         assert_same(together, alone)
-    again, _ = say(TURNS, draft_tokens=7, rollout_batch_size=6)
-    assert [s.logprobs + s.values for s in again] == [s.logprobs + s.values for s in together]  # to the bit
+    rerun, _ = say(TURNS, draft_tokens=7, rollout_batch_size=6)
+    assert [s.logprobs + s.values for s in rerun] == [s.logprobs + s.values for s in together]  # to the bit
 
 
 def test_a_state_is_shared_as_keys_and_values_are(say, small_model, tokenizer):
@@ -133,17 +133,17 @@ def test_each_common_prefix_is_prefilled_once(say):
     read = 0
     for sequence in together:
         mask = sequence.action_mask
-        given = 0
+        input_tokens = 0
         for place, is_action in enumerate(mask):
             if not is_action:
-                given += 1
-            elif given:
+                input_tokens += 1
+            elif input_tokens:
                 prefix = tuple(sequence.tokens[:place])
                 if prefix not in starts:
                     starts.add(prefix)
                     # The last token of a turn is prefilled with the documents, whose last one is decoded.
-                    read += given - 1 + (place > given)
-                given = 0
+                    read += input_tokens - 1 + (place > input_tokens)
+                input_tokens = 0
     prefilled = [context for _, context in passes if isinstance(context, Prefill)]
     assert sum(context.tokens.shape[1] for context in prefilled) == read
     decoded = [len(ids) for ids, context in passes if not isinstance(context, Prefill)]
@@ -157,8 +157,8 @@ def test_documents_that_differ_part_those_who_asked_the_same(say):
     together, _ = say("ddee", retrieve=one_each)
     assert [s.steps[0].documents[0].id for s in together] == ["1", "2", "1", "2"]
     alone = []
-    for name, shown in zip("ddee", [ROME, OSLO] * 2, strict=True):
-        (sequence,), _ = say(name, retrieve=lambda pairs, shown=shown: [[shown] for _ in pairs])
+    for name, document in zip("ddee", [ROME, OSLO] * 2, strict=True):
+        (sequence,), _ = say(name, retrieve=lambda pairs, document=document: [[document] for _ in pairs])
         alone.append(sequence)
     assert_same(together, alone)
 
@@ -179,8 +179,8 @@ def test_one_that_leaves_a_row_lets_the_others_go_on(model, tokenizer):
     layout = Layout(tokenizer, PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=16))
     engine = LaneEngine(model, layout, Sampler(0.0), Grant(Memory()))
 
-    def visitor(most):
-        sequence = Visitor(QUESTION, stream=Uniforms("v"), sampler=Sampler(0.0), max_tokens=most)
+    def visitor(limit):
+        sequence = Visitor(QUESTION, stream=Uniforms("v"), sampler=Sampler(0.0), max_tokens=limit)
         layout.open(sequence)
         return sequence
 
@@ -191,12 +191,12 @@ def test_one_that_leaves_a_row_lets_the_others_go_on(model, tokenizer):
     while lanes.visitors:
         lanes.iterate()
     lanes.close()
-    longest, *others = visitors
-    assert [len(other.logprobs) for other in others] == [5, 9] and others[0].finish == CUT_OFF
+    longest, *shorter = visitors
+    assert [len(short.logprobs) for short in shorter] == [5, 9] and shorter[0].finish == CUT_OFF
     (alone,) = engine_run(model, layout)
     assert longest.tokens == alone.tokens
-    for other in others:
-        assert other.tokens == longest.tokens[: len(other.tokens)]
+    for short in shorter:
+        assert short.tokens == longest.tokens[: len(short.tokens)]
 
 
 def engine_run(model, layout):
@@ -213,8 +213,8 @@ def test_the_common_length_is_that_of_a_comparison_one_by_one():
         first = [draw.randrange(2) for _ in range(draw.randrange(1, 9))]
         second = [draw.randrange(2) for _ in range(draw.randrange(1, 9))]
         expected = 0
-        for one, other in zip(first[:-1], second[:-1]):
-            if one != other:
+        for first_token, second_token in zip(first[:-1], second[:-1]):
+            if first_token != second_token:
                 break
             expected += 1
         assert common_length(sequence_of(first), sequence_of(second)) == expected

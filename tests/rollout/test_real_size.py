@@ -28,8 +28,8 @@ SCRIPT = {
 def run(scripted, **settings) -> dict[str, Rollout]:
     lengths = LengthSettings(max_new_tokens=64, max_length=512, max_hops=2)
     engine = scripted(SCRIPT, protocol=PROTOCOL, lengths=lengths, **settings)
-    asked = [Question(i, f"Where is city number {i}?" + " Please." * int(i), ("Italy",)) for i in SCRIPT]
-    sequences = engine.run(asked, list(SCRIPT), lambda pairs: [DOCUMENTS for _ in pairs])
+    questions = [Question(i, f"Where is city number {i}?" + " Please." * int(i), ("Italy",)) for i in SCRIPT]
+    sequences = engine.run(questions, list(SCRIPT), lambda pairs: [DOCUMENTS for _ in pairs])
     assert all(s.finish == "answered" for s in sequences)
     return {s.question.id: Rollout(s, [], 0) for s in sequences}
 

@@ -57,7 +57,7 @@ def workers(scripted, running):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "cause"),
     [
         (None, None),
         ({"tokens": [1 << 30]}, "tokens is [1073741824], not a list of whole numbers from 0 to"),
@@ -70,15 +70,15 @@ def workers(scripted, running):
         (IndexError("of ours"), "internal error, see the server's log"),
     ],
 )
-def test_what_a_broken_worker_sends_is_sampled_elsewhere(workers, capfd, change, told):
+def test_what_a_broken_worker_sends_is_sampled_elsewhere(workers, capfd, change, cause):
     service, remote = workers
     service.change = change
     url = remote.servers[0].link.url
     sequences = remote.run(QUESTIONS, SEEDS, None)
     assert [s.episode().prediction for s in sequences] == [q.id for q in QUESTIONS]
     warnings = [line for line in capfd.readouterr().err.splitlines() if "another server samples" in line]
-    assert bool(warnings) == bool(told) == bool(remote.end_round(1, None)["rollout/moved_episodes"])
-    assert all(url in line and told in line for line in warnings), warnings
+    assert bool(warnings) == bool(cause) == bool(remote.end_round(1, None)["rollout/moved_episodes"])
+    assert all(url in line and cause in line for line in warnings), warnings
 
 
 def test_without_another_server_the_run_says_which_one_is_broken(workers):

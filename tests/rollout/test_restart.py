@@ -1,5 +1,6 @@
 """Another end for an episode: what was sampled stays as it was, and what follows goes on from there."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -58,26 +59,26 @@ def taken(sequence) -> dict:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_the_same_end_again_is_the_same_episode(engine, firsts, steps):
-    (again,) = engine.continue_from([(firsts[0], steps)], ["z"], retrieve)
-    assert taken(again) == taken(firsts[0]) and again is not firsts[0]
-    assert again.logprobs == pytest.approx(firsts[0].logprobs, abs=1e-4) and len(again.values) == len(again.logprobs)
+    (rerun,) = engine.continue_from([(firsts[0], steps)], ["z"], retrieve)
+    assert taken(rerun) == taken(firsts[0]) and rerun is not firsts[0]
+    assert rerun.logprobs == pytest.approx(firsts[0].logprobs, abs=1e-4) and len(rerun.values) == len(rerun.logprobs)
 
 
 def test_another_end_keeps_what_was_sampled_and_nothing_else(engine, firsts):
-    before = [dataclasses.replace(s, tokens=list(s.tokens), steps=list(s.steps)) for s in firsts]
+    copies = copy.deepcopy([taken(s) for s in firsts])
     engine.script = OTHER
     ends = engine.continue_from([(s, 1) for s in firsts], ["y", "z"], retrieve)
     assert [s.episode().prediction for s in ends] == ["Paris", "c"] and [len(s.steps) for s in ends] == [2, 3]
     assert all(s.finish == ANSWERED for s in ends)
     for first, end in zip(firsts, ends, strict=True):
         start = first.action_mask.index(True, first.step_ends[0] + 1)
-        kept = sum(first.action_mask[:start])
+        actions = sum(first.action_mask[:start])
         assert end.tokens[:start] == first.tokens[:start] and end.action_mask[:start] == first.action_mask[:start]
         # To the bit: numbers that were recorded are not computed again.
-        assert end.logprobs[:kept] == first.logprobs[:kept] and end.values[:kept] == first.values[:kept]
+        assert end.logprobs[:actions] == first.logprobs[:actions] and end.values[:actions] == first.values[:actions]
         assert end.tokens[start:] != first.tokens[start:] and end.steps[0] == first.steps[0]
         assert sum(end.action_mask) == len(end.logprobs) == len(end.values)
-    assert [taken(s) for s in before] == [taken(s) for s in firsts]  # those that were there are left alone
+    assert [taken(s) for s in firsts] == copies  # those that were there are left alone
 
 
 def test_log_probs_and_values_equal_the_trainers_on_both_sides_of_the_restart(engine, firsts, model, tokenizer, head):
@@ -116,16 +117,16 @@ def test_tokens_before_the_restart_count(scripted):
 def test_the_rest_is_drawn_from_its_own_seed(engine_of):
     """Sampled ends differ by their seeds alone, whatever they are sampled with."""
     engine = engine_of(PROTOCOL, dataclasses.replace(LENGTHS, max_new_tokens=20))
-    (asked,) = engine.run(ASKED[:1], ["a"], retrieve)
-    begun = Sequence(asked.question, stream=asked.stream)
-    begun.observe(engine.layout.prompt(asked.question.text))
-    begun.write([*engine.layout.tokenizer.encode(ask(1, "q")), engine.layout.tokenizer.stop_id])
-    begun.logprobs, begun.values = [-1.0] * sum(begun.action_mask), [0.0] * sum(begun.action_mask)
-    engine.layout.close_turn(begun)
-    engine.layout.splice(begun, [DOCUMENTS])
-    begun.write([5])  # the turn that is sampled anew
-    together = engine.continue_from([(begun, 1)] * 3, ["x", "y", "x"], retrieve)
-    (alone,) = engine.continue_from([(begun, 1)], ["y"], retrieve)
+    (first,) = engine.run(ASKED[:1], ["a"], retrieve)
+    prefix = Sequence(first.question, stream=first.stream)
+    prefix.observe(engine.layout.prompt(first.question.text))
+    prefix.write([*engine.layout.tokenizer.encode(ask(1, "q")), engine.layout.tokenizer.stop_id])
+    prefix.logprobs, prefix.values = [-1.0] * sum(prefix.action_mask), [0.0] * sum(prefix.action_mask)
+    engine.layout.close_turn(prefix)
+    engine.layout.splice(prefix, [DOCUMENTS])
+    prefix.write([5])  # the turn that is sampled anew
+    together = engine.continue_from([(prefix, 1)] * 3, ["x", "y", "x"], retrieve)
+    (alone,) = engine.continue_from([(prefix, 1)], ["y"], retrieve)
     assert together[0].tokens == together[2].tokens != together[1].tokens == alone.tokens
 
 
@@ -167,11 +168,11 @@ def test_the_last_turn_again_has_the_only_action_tokens(engine, firsts):
 def test_the_same_last_turn_again_has_the_numbers_of_the_first(engine, firsts, model, tokenizer):
     """Those of the cache whose prefix was copied equal those of the first, and of one uncached pass of the trainer."""
     ends = engine.end_again([firsts[0]] * 3, ["x", "y", "z"], retrieve)
-    written = len(firsts[0].tokens) - firsts[0].turn_start
+    turn_length = len(firsts[0].tokens) - firsts[0].turn_start
     for end in ends:
         assert end.tokens == firsts[0].tokens
-        assert end.logprobs == pytest.approx(firsts[0].logprobs[-written:], abs=1e-4)
-        assert end.values == pytest.approx(firsts[0].values[-written:], abs=1e-4)
+        assert end.logprobs == pytest.approx(firsts[0].logprobs[-turn_length:], abs=1e-4)
+        assert end.values == pytest.approx(firsts[0].values[-turn_length:], abs=1e-4)
     batch = Batch.of([Rollout(s, [], 0) for s in ends])
     logprobs = action_logprobs(model, batch, tokenizer.size, 1.0)
     assert logprobs.tolist() == pytest.approx([x for end in ends for x in end.logprobs], abs=1e-4)
@@ -226,10 +227,10 @@ def test_the_context_of_several_ends_is_read_once(engine, firsts):
     passes = []
     engine.model.register_forward_pre_hook(lambda module, inputs: passes.append(tuple(inputs[0].shape)))
     engine.end_again([firsts[0]] * 4 + [firsts[1]] * 4, list("abcdefgh"), retrieve)
-    given = [T for B, T in passes if T > 1]
+    prefill_lengths = [T for B, T in passes if T > 1]
     shared = common_prefix_length(firsts[0].tokens, firsts[1].tokens)
-    assert sum(given) == firsts[0].turn_start - 1 + firsts[1].turn_start - 1 - shared
+    assert sum(prefill_lengths) == firsts[0].turn_start - 1 + firsts[1].turn_start - 1 - shared
 
 
-def common_prefix_length(one, other):
-    return next(i for i, (a, b) in enumerate(zip(one, other)) if a != b)
+def common_prefix_length(first, second):
+    return next(i for i, (a, b) in enumerate(zip(first, second)) if a != b)

@@ -45,8 +45,8 @@ def nothing(pairs):
     return [[] for _ in pairs]
 
 
-def said(engine, asked, seeds):
-    return [(s.tokens, s.logprobs) for s in engine.run(asked, seeds, nothing)]
+def tokens_and_logprobs(engine, batch, seeds):
+    return [(s.tokens, s.logprobs) for s in engine.run(batch, seeds, nothing)]
 
 
 def test_rollouts_of_one_question_read_its_prompt_once(engine_of):
@@ -63,8 +63,8 @@ def test_rollouts_of_one_question_read_its_prompt_once(engine_of):
 def test_rollouts_of_several_questions_read_each_prompt_once(engine_of):
     """Once a row had the instructions of another question copied, it counted as read, and its siblings did not wait."""
     engine, passes = watched(engine_of(PROTOCOL, LENGTHS))
-    asked = questions(3)
-    sequences = engine.run([q for q in asked for _ in range(4)], list("abcdefghijkl"), nothing)
+    batch = questions(3)
+    sequences = engine.run([q for q in batch for _ in range(4)], list("abcdefghijkl"), nothing)
     read = sum(B * T for B, T in passes if T > 1)
     assert read <= sum(sequences[4 * i].action_mask.index(True) - 1 for i in range(3)) + 12 * len("\nThe final answer:")
 
@@ -74,8 +74,8 @@ def test_questions_share_their_instructions(engine_of, tokenizer, rows):
     """With a single row too, in which the next question follows the one that is over."""
     lengths = dataclasses.replace(LENGTHS, max_new_tokens=4)
     engine, passes = watched(engine_of(PROTOCOL, lengths, rollout_batch_size=rows))
-    asked = questions(3)
-    sequences = engine.run(asked, list("abc"), nothing)
+    batch = questions(3)
+    sequences = engine.run(batch, list("abc"), nothing)
     read = sum(B * T for B, T in passes if T > 1)
     prompts = [s.action_mask.index(True) for s in sequences]
     assert read < sum(prompts) - 2 * len(tokenizer.encode("Instructions that all questions share."))
@@ -83,13 +83,14 @@ def test_questions_share_their_instructions(engine_of, tokenizer, rows):
 
 def test_what_is_said_does_not_depend_on_rows_or_passes(engine_of):
     """Fewer rows than episodes, so that rows are freed and taken again; and prompts read in pieces."""
-    asked, seeds = [q for q in questions(3) for _ in range(3)], list("abcdefghi")
-    together = said(engine_of(PROTOCOL, LENGTHS, rollout_batch_size=9), asked, seeds)
+    batch = [q for q in questions(3) for _ in range(3)]
+    seeds = list("abcdefghi")
+    together = tokens_and_logprobs(engine_of(PROTOCOL, LENGTHS, rollout_batch_size=9), batch, seeds)
     for rows, tokens in ((2, 4096), (9, 17), (1, 4096)):
         engine = engine_of(PROTOCOL, LENGTHS, rollout_batch_size=rows, micro_batch_tokens=tokens)
-        apart = said(engine, asked, seeds)
-        assert [tokens for tokens, _ in apart] == [tokens for tokens, _ in together]
-        for (_, ours), (_, theirs) in zip(apart, together):
+        chunked = tokens_and_logprobs(engine, batch, seeds)
+        assert [tokens for tokens, _ in chunked] == [tokens for tokens, _ in together]
+        for (_, ours), (_, theirs) in zip(chunked, together):
             assert ours == pytest.approx(theirs, abs=1e-4)
 
 
@@ -127,9 +128,9 @@ def test_the_others_go_on_while_documents_are_fetched(talkative):
     _, passes = talkative(lambda pairs: [DOCUMENTS for _ in pairs])
     decoded = [B for B, T in passes if T == 1]
     assert max(decoded) == 4 and 1 in decoded  # rows that wait cost nothing
-    few, _ = talkative(lambda pairs: [DOCUMENTS for _ in pairs], rows=2)
-    many, _ = talkative(lambda pairs: [DOCUMENTS for _ in pairs], rows=4)
-    assert [tokens for tokens, _ in few] == [tokens for tokens, _ in many]
+    in_two_rows, _ = talkative(lambda pairs: [DOCUMENTS for _ in pairs], rows=2)
+    in_four_rows, _ = talkative(lambda pairs: [DOCUMENTS for _ in pairs], rows=4)
+    assert [tokens for tokens, _ in in_two_rows] == [tokens for tokens, _ in in_four_rows]
 
 
 def test_a_retriever_that_fails_stops_the_rollout(talkative):
@@ -148,12 +149,12 @@ def test_copied_and_exchanged_rows():
     prefill = Prefill(cache, [(row, [0] * count) for row, count in enumerate((5, 9, 2))])
     for layer in range(2):
         prefill.attend(layer, torch.randn(1, 2, 16, 4), torch.randn(1, 4, 16, 4))
-    before = [layer.block.clone() for layer in layers]
+    blocks_before = [layer.block.clone() for layer in layers]
     cache.swap(0, 1)
     assert cache.lengths == [9, 5, 2]
     cache.copy(0, 2, 7)
     assert cache.lengths == [9, 5, 7]
-    for layer, old in zip(layers, before):
+    for layer, old in zip(layers, blocks_before):
         assert torch.equal(layer.block[0, :, :9], old[1, :, :9]) and torch.equal(layer.block[1, :, :5], old[0, :, :5])
         assert torch.equal(layer.block[2, :, :7], old[1, :, :7])
 

@@ -79,8 +79,8 @@ def test_a_graph_is_not_captured(model):
     prefill = Prefill(cache, [(row, [5, 6, 7]) for row in range(3)])
     with torch.no_grad():
         model(prefill.tokens, prefill)
-        before = cache.layers[0].states[1:].clone()
+        waiting_states = cache.layers[0].states[1:].clone()
         hidden = decoder([8])
         expected = model(torch.tensor([[5, 6, 7, 8]]))[:, -1]
     assert (hidden - expected).abs().max() < 1e-4
-    assert torch.equal(cache.layers[0].states[1:], before)
+    assert torch.equal(cache.layers[0].states[1:], waiting_states)

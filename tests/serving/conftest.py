@@ -28,7 +28,7 @@ class Echo:
     slow: float = 0.002
     preparing: float = 0.0
     jobs: list = field(default_factory=list)
-    asked: list = field(default_factory=list)
+    asks: list = field(default_factory=list)
     restarts: int = 0
 
     def prepare(self, ask, tell):
@@ -39,7 +39,7 @@ class Echo:
         if [message["role"] for message in ask.earlier] == ["user"]:
             raise R3LiteError("/secret/path: it refuses a chat of user, user", code="template-refuses-chat")
         time.sleep(self.preparing)
-        self.asked.append(ask)
+        self.asks.append(ask)
         return {"ask": ask, "tell": tell, "said": [], "left": False}
 
     def join(self, job):

@@ -50,10 +50,10 @@ def test_an_answer_whole_and_as_a_stream(serving):
     assert (answer["mode"], answer["prompt_tokens"], answer["completion_tokens"]) == ("search", 7, 3)
     _, headers, text = send(running, "POST", "/generate", {"query": "one two", "mode": "chat", "stream": True})
     assert headers["content-type"].startswith("text/event-stream")
-    told = events(text)
-    assert told[0] == {"type": "start", "mode": "chat", "adapter": "sft"}
-    assert [e["text"] for e in told[1:-1]] == ["one", " two"] and told[-1]["type"] == "done"
-    assert told[-1]["final_answer"] == "one two" and free_again(running)
+    stream_events = events(text)
+    assert stream_events[0] == {"type": "start", "mode": "chat", "adapter": "sft"}
+    assert [e["text"] for e in stream_events[1:-1]] == ["one", " two"] and stream_events[-1]["type"] == "done"
+    assert stream_events[-1]["final_answer"] == "one two" and free_again(running)
 
 
 def test_modes_adapters_and_auto(serving):
@@ -61,7 +61,7 @@ def test_modes_adapters_and_auto(serving):
     generate(running, query="who wrote it?", mode="auto")
     generate(running, query="hello", mode="auto")
     generate(running, query="x", mode="chat", adapter="rl")
-    assert [(a.mode, a.adapter) for a in running.answering.asked] == [
+    assert [(a.mode, a.adapter) for a in running.answering.asks] == [
         ("search", "rl"), ("chat", "sft"), ("chat", "rl")
     ]  # fmt: skip
 
@@ -134,9 +134,9 @@ def test_who_goes_away_stops_the_answer(serving):
             connection.sendall(head.encode() + f"{len(body)}\r\n\r\n".encode() + body)
             while not running.answering.jobs:
                 time.sleep(0.01)
-            said = running.answering.jobs[0]["said"]
-        began = time.monotonic()
-        assert free_again(running) and time.monotonic() - began < 10 and len(said) < 150
+            pieces = running.answering.jobs[0]["said"]
+        start = time.monotonic()
+        assert free_again(running) and time.monotonic() - start < 10 and len(pieces) < 150
 
 
 def test_a_crash_fails_those_under_way_and_no_one_after(serving):
@@ -219,12 +219,12 @@ def test_a_page_of_an_allowed_origin_may_send_what_its_client_sends(serving):
     """A browser asks for every header first: of the 11 of OpenAI's JavaScript client 9 were refused."""
     running = serving(server=ServerSettings(cors_origins=("https://example.org",)))
     headers = "authorization,content-type,x-stainless-lang,x-stainless-retry-count,openai-organization,x-of-next-year"
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": headers}
-    status, answered, _ = send(running, "OPTIONS", "/v1/chat/completions", Origin="https://example.org", **asked)
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": headers}
+    status, answered, _ = send(running, "OPTIONS", "/v1/chat/completions", Origin="https://example.org", **preflight)
     allowed = answered["access-control-allow-headers"].replace(" ", "").split(",")
     assert status == 200 and {*headers.split(",")} <= {*allowed}
     assert "access-control-allow-credentials" not in answered
-    assert send(running, "OPTIONS", "/v1/chat/completions", Origin="https://evil.example", **asked)[0] == 400
+    assert send(running, "OPTIONS", "/v1/chat/completions", Origin="https://evil.example", **preflight)[0] == 400
     reply = send(running, "GET", "/api/health", Origin="https://example.org")[1]
     assert reply["access-control-expose-headers"] == "Retry-After"
 
@@ -235,8 +235,8 @@ def test_a_conversation_is_remembered_and_its_last_turn_tried_again(serving):
         generate(running, conversation="c-1", **body)
     generate(running, query="alone")
     generate(running, query="other", conversation="c-2")
-    said = [[m["content"] for m in a.earlier] for a in running.answering.asked]
-    assert said == [[], ["one", "one"], ["one", "one"], ["one", "one", "two", "two"], [], []]
+    histories = [[m["content"] for m in a.earlier] for a in running.answering.asks]
+    assert histories == [[], ["one", "one"], ["one", "one"], ["one", "one", "two", "two"], [], []]
 
 
 def test_many_at_once_each_get_their_own(serving):
@@ -259,12 +259,12 @@ def test_auto_does_not_choose_what_no_adapter_has_learned(serving):
     generate(running, query="how many apples are 3 and 4")
     running.answering.learned_modes.remove("reasoning")
     generate(running, query="how many apples are 3 and 4")
-    assert [ask.mode for ask in running.answering.asked] == ["reasoning", "search"]
+    assert [ask.mode for ask in running.answering.asks] == ["reasoning", "search"]
     running.answering.missing["search"] = "nothing to search"
     del running.answering.modes["search"]
     running.answering.learned_modes.remove("search")
     generate(running, query="how many apples are 3 and 4")
-    assert running.answering.asked[-1].mode == "chat"
+    assert running.answering.asks[-1].mode == "chat"
     status, reply = generate(running, query="x", mode="search")
     assert status == 400 and "nothing to search; choose from chat, reasoning, auto" in str(reply)
 
@@ -281,13 +281,13 @@ def test_the_health_and_the_page(serving):
 
 def test_an_ask_that_fails_for_a_reason_of_its_own_ends_no_other(serving):
     running = serving(slow=0.05)
-    others = []
-    thread = threading.Thread(target=lambda: others.append(generate(running, query="one two three four")))
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(generate(running, query="one two three four")))
     thread.start()
     while not running.answering.jobs:
         time.sleep(0.01)
     status, answer = generate(running, query="stumble")
     thread.join()
     assert (status, answer["error"]["code"]) == (500, "failed")
-    assert others[0][1]["final_answer"] == "one two three four" and not running.answering.restarts
+    assert replies[0][1]["final_answer"] == "one two three four" and not running.answering.restarts
     assert free_again(running)

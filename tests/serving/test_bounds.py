@@ -9,49 +9,50 @@ from r3lite.serving.desk import CLIENTS, ClientRates, Conversations, Places
 from r3lite.serving.routing import route
 
 
-def texts(conversations, id, **more):
-    return [message["content"] for message in conversations.messages(id, **more)]
+def texts(conversations, id, **options):
+    return [message["content"] for message in conversations.messages(id, **options)]
 
 
 def test_the_last_turns_of_the_last_conversations():
-    kept = Conversations(max_turns=2, max_conversations=2, max_bytes=1000)
+    memory = Conversations(max_turns=2, max_conversations=2, max_bytes=1000)
     for i in range(3):
-        kept.add("a", f"q{i}", f"a{i}")
-    assert texts(kept, "a") == ["q1", "a1", "q2", "a2"] and texts(kept, "a", all_but_last=True) == ["q1", "a1"]
-    assert [m["role"] for m in kept.messages("a")] == ["user", "assistant"] * 2
-    kept.add("b", "x", "y")
-    kept.add("a", "q3", "a3")
-    kept.add("c", "x", "y")  # b was silent longest
-    assert texts(kept, "b") == [] and texts(kept, "a") == ["q2", "a2", "q3", "a3"]
-    kept.add("a", "q3", "better", in_place_of_last=True)
-    assert texts(kept, "a") == ["q2", "a2", "q3", "better"]
+        memory.add("a", f"q{i}", f"a{i}")
+    assert texts(memory, "a") == ["q1", "a1", "q2", "a2"] and texts(memory, "a", all_but_last=True) == ["q1", "a1"]
+    assert [m["role"] for m in memory.messages("a")] == ["user", "assistant"] * 2
+    memory.add("b", "x", "y")
+    memory.add("a", "q3", "a3")
+    memory.add("c", "x", "y")  # b was silent longest
+    assert texts(memory, "b") == [] and texts(memory, "a") == ["q2", "a2", "q3", "a3"]
+    memory.add("a", "q3", "better", in_place_of_last=True)
+    assert texts(memory, "a") == ["q2", "a2", "q3", "better"]
 
 
 def test_bytes_are_bounded_whatever_is_said():
-    rng, kept = random.Random(0), Conversations(max_turns=5, max_conversations=9, max_bytes=400)
+    rng = random.Random(0)
+    memory = Conversations(max_turns=5, max_conversations=9, max_bytes=400)
     for _ in range(500):
-        kept.add(str(rng.randrange(20)), "\u6771" * rng.randrange(60), "x" * rng.randrange(300), rng.random() < 0.2)
-        text_bytes = sum(len(t.encode()) for id in list(kept._turns_of) for t in texts(kept, id))
-        assert text_bytes == kept.text_bytes <= 400 and len(kept._turns_of) <= 9
-    kept.add("long", "x" * 500, "")
-    assert kept.text_bytes == 0 and texts(kept, "long") == []
+        memory.add(str(rng.randrange(20)), "\u6771" * rng.randrange(60), "x" * rng.randrange(300), rng.random() < 0.2)
+        text_bytes = sum(len(t.encode()) for id in list(memory._turns_of) for t in texts(memory, id))
+        assert text_bytes == memory.text_bytes <= 400 and len(memory._turns_of) <= 9
+    memory.add("long", "x" * 500, "")
+    assert memory.text_bytes == 0 and texts(memory, "long") == []
     assert Conversations(max_turns=0, max_conversations=9, max_bytes=400).messages("a") == ()
 
 
 def test_no_turns_at_all_are_remembered_if_none_shall_be():
-    kept = Conversations(max_turns=0, max_conversations=9, max_bytes=400)
-    kept.add("a", "x", "y")
-    assert texts(kept, "a") == [] and kept.text_bytes == 0
+    memory = Conversations(max_turns=0, max_conversations=9, max_bytes=400)
+    memory.add("a", "x", "y")
+    assert texts(memory, "a") == [] and memory.text_bytes == 0
 
 
 def test_a_bucket_fills_up_as_time_passes():
-    now = [0.0]
-    rates = ClientRates(60, lambda: now[0])
+    clock = [0.0]
+    rates = ClientRates(60, lambda: clock[0])
     assert [rates.seconds_to_wait("a") for _ in range(60)] == [0.0] * 60 and rates.seconds_to_wait("a") == 1.0
     assert rates.seconds_to_wait("b") == 0.0
-    now[0] = 0.5
+    clock[0] = 0.5
     assert rates.seconds_to_wait("a") == 0.5
-    now[0] = 1.0
+    clock[0] = 1.0
     assert rates.seconds_to_wait("a") == 0.0 and rates.seconds_to_wait("a") == 1.0
     for i in range(CLIENTS + 5):
         rates.seconds_to_wait(f"client {i}")

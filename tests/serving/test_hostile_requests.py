@@ -39,13 +39,13 @@ def reply_to(running, sent: bytes, wait: float = 20.0) -> bytes:
             return b""
 
 
-def many(count: int) -> bytes:
+def header_lines(count: int) -> bytes:
     return b"".join(b"X-%d: 1\r\n" % i for i in range(count))
 
 
 # What is sent, and the statuses that may come; None: the connection is closed.
 REQUESTS = {
-    "10,000 headers": (request(head=many(10_000)), {200, 400, 431, None}),
+    "10,000 headers": (request(head=header_lines(10_000)), {200, 400, 431, None}),
     "a header of 1 MiB": (request(head=b"X: " + b"x" * (1 << 20) + b"\r\n"), {400, 431, None}),
     "a path of 1 MiB": (request("/" + "x" * (1 << 20)), {400, 404, 414, None}),
     "a token of 60 KB": (request(head=b"Authorization: Bearer " + b"x" * 60_000 + b"\r\n"), {200, 400, 431}),
@@ -107,9 +107,9 @@ def test_each_request_is_answered_as_it_should_and_the_next_one_too(serving, mon
     running = serving()
     wrong = {}
     for name, (sent, statuses) in REQUESTS.items():
-        began = time.monotonic()
+        start = time.monotonic()
         reply = reply_to(running, sent)
-        if status_of(reply) not in statuses or b"Traceback" in reply or time.monotonic() - began > 20:
+        if status_of(reply) not in statuses or b"Traceback" in reply or time.monotonic() - start > 20:
             wrong[name] = reply[:300]
     assert wrong == {}
     assert generate(running, query="still here")[1]["final_answer"] == "still here" and free_again(running)
@@ -118,10 +118,10 @@ def test_each_request_is_answered_as_it_should_and_the_next_one_too(serving, mon
 def test_a_message_does_not_keep_others_from_an_answer_by_its_words(serving):
     """One of 250 KB held the event loop for half a minute: how many ... was looked for up to a digit, at each place."""
     running = serving()
-    began = time.process_time()
+    start = time.process_time()
     for unit in ("how many ", "how much\t", "1 ", "? ", "please ", "hi\n", "hello, ", "if all "):
         generate(running, query=(unit * 60_000)[:250_000])
-    assert time.process_time() - began < 5
+    assert time.process_time() - start < 5
     assert route("how many apples are 3 and 4", ("chat", "reasoning")) == "reasoning"
 
 
@@ -136,32 +136,32 @@ def test_clients_that_never_finish_a_request_are_let_go_and_others_answered(serv
     """uvicorn waits for the rest of a head without end: some hundred such connections used all descriptors up."""
     monkeypatch.setattr(serving_http.Connection, "limits", ConnectionLimits(seconds=0.5))
     running = serving()
-    whole = request().replace(b"Connection: close\r\n", b"")
+    keep_alive = request().replace(b"Connection: close\r\n", b"")
     beginnings = [b"", b"POST", b"POST /generate HTTP/1.1\r\nHost: localhost\r\nX: ", request(body=b"{", length=100)]
     waiting = [silent(running, head) for head in beginnings for _ in range(40)]
-    second = silent(running, whole)  # whose next request does not come
+    second = silent(running, keep_alive)  # whose next request does not come
     assert second.recv(4000).startswith(b"HTTP/1.1 200")
     second.sendall(b"GET /")
-    began = time.monotonic()
+    start = time.monotonic()
     for _ in range(3):
         assert generate(running, query="x")[0] == 200
     for connection in [*waiting, second]:
         with connection:
             while connection.recv(4000):  # until it is closed; the last ones are told why
                 pass
-    assert time.monotonic() - began < 20 and free_again(running)
+    assert time.monotonic() - start < 20 and free_again(running)
 
 
 def test_a_drop_at_a_time_does_not_put_the_end_off(serving, monkeypatch):
     monkeypatch.setattr(serving_http.Connection, "limits", ConnectionLimits(seconds=0.6))
     running = serving()
     with silent(running, b"GET / HTTP/1.1\r\n") as connection:
-        began = time.monotonic()
+        start = time.monotonic()
         with pytest.raises(ConnectionError):
             for _ in range(100):
                 connection.sendall(b"X: 1\r\n")
                 time.sleep(0.1)
-        assert time.monotonic() - began < 9
+        assert time.monotonic() - start < 9
     slow = serving(slow=0.05)  # an answer may take longer than a head
     assert generate(slow, query="word " * 30)[0] == 200
 
@@ -188,7 +188,7 @@ def test_what_one_page_may_ask_another_sites_may_not(serving):
         assert status == 405 and not [name for name in headers if name.lower().startswith("access-control")]
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         assert send(running, "POST", "/generate", '{"query": "x"}', Origin="null", Content_Type=kind)[0] == 400
-    assert not running.answering.asked
+    assert not running.answering.asks
 
 
 # The server of a retriever
@@ -218,7 +218,7 @@ def retriever():
 QUERY = {"queries": ["who?"]}
 OF_RETRIEVER = {
     "sound": (request("/retrieve", QUERY), 200),
-    "10,000 headers": (request("/retrieve", QUERY, head=many(10_000)), 431),
+    "10,000 headers": (request("/retrieve", QUERY, head=header_lines(10_000)), 431),
     "a long header": (request("/retrieve", QUERY, head=b"X: " + b"x" * 70_000 + b"\r\n"), 431),
     "a long path": (request("/" + "x" * 70_000, QUERY), 414),
     "a path out of the server": (request("/../../etc/passwd", QUERY), 404),
@@ -286,14 +286,14 @@ def test_a_retriever_that_others_can_reach_has_any_name_and_answers_no_page(retr
 
 def test_clients_that_break_off_or_wait_neither_stop_a_retriever_nor_fill_its_log(retriever, capfd):
     running = retriever(limits=ConnectionLimits(seconds=0.5))
-    whole = request("/retrieve", QUERY)
-    for cut in (10, len(whole) - 5, len(whole)):
+    full_request = request("/retrieve", QUERY)
+    for cut in (10, len(full_request) - 5, len(full_request)):
         for _ in range(3):
-            connection = silent(running, whole[:cut])
+            connection = silent(running, full_request[:cut])
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             connection.close()
-    waiting = [silent(running, whole[:cut]) for cut in (0, 10, len(whole) - 5) for _ in range(30)]
-    assert b" 200 " in reply_to(running, whole)[:20]
+    waiting = [silent(running, full_request[:cut]) for cut in (0, 10, len(full_request) - 5) for _ in range(30)]
+    assert b" 200 " in reply_to(running, full_request)[:20]
     for connection in waiting:
         with connection:
             while connection.recv(4000):

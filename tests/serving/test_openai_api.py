@@ -19,13 +19,13 @@ def client(serving):
     client.close()
 
 
-def asked(text):
+def user_turn(text):
     return [{"role": "user", "content": text}]
 
 
 def test_a_stream_has_the_role_first_then_the_content_then_the_reason_then_the_usage(client):
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    chunks = list(client.chat.completions.create(model="chat", messages=asked("one two"), **options))
+    chunks = list(client.chat.completions.create(model="chat", messages=user_turn("one two"), **options))
     deltas = [chunk.choices[0].delta for chunk in chunks[:-1]]
     assert deltas[0].role == "assistant" and deltas[0].content == ""
     assert [d.content for d in deltas[1:]] == ["one", " two", None]
@@ -45,26 +45,26 @@ def test_an_answer_behind_a_thought_that_was_streamed_comes_once():
 
 
 def test_what_is_written_on_the_way_is_reasoning(client):
-    chunks = list(client.chat.completions.create(model="search", messages=asked("one two"), stream=True))
+    chunks = list(client.chat.completions.create(model="search", messages=user_turn("one two"), stream=True))
     deltas = [chunk.choices[0].delta for chunk in chunks]
     assert "".join(getattr(d, "reasoning_content", None) or "" for d in deltas) == "one two"
     assert "".join(d.content or "" for d in deltas) == "one two" and chunks[-1].usage.completion_tokens == 2
-    whole = client.chat.completions.create(model="search", messages=asked("one two"))
-    assert whole.choices[0].message.content == whole.choices[0].message.reasoning_content == "one two"
-    assert whole.choices[0].finish_reason == "stop" and whole.usage.prompt_tokens == 7
+    completion = client.chat.completions.create(model="search", messages=user_turn("one two"))
+    assert completion.choices[0].message.content == completion.choices[0].message.reasoning_content == "one two"
+    assert completion.choices[0].finish_reason == "stop" and completion.usage.prompt_tokens == 7
 
 
 def test_messages_and_parameters_reach_the_model(client):
     messages = [
         {"role": "system", "content": "be brief"},
-        *asked("one"),
+        *user_turn("one"),
         {"role": "assistant", "content": "1"},
         {"role": "user", "content": [{"type": "text", "text": "two"}, {"type": "text", "text": "three"}]},
     ]
     client.chat.completions.create(
         model="chat/rl", messages=messages, temperature=0.5, top_p=0.9, max_tokens=5, seed=3, extra_body={"top_k": 7}
     )
-    (ask,) = client.answering.asked
+    (ask,) = client.answering.asks
     assert (ask.text, ask.mode, ask.adapter) == ("two\nthree", "chat", "rl")
     assert [tuple(m.values()) for m in ask.earlier] == [("system", "be brief"), ("user", "one"), ("assistant", "1")]
     assert (ask.temperature, ask.top_p, ask.top_k, ask.max_tokens, ask.seed) == (0.5, 0.9, 7, 5, 3)
@@ -72,7 +72,7 @@ def test_messages_and_parameters_reach_the_model(client):
 
 def test_roles_that_a_chat_template_refuses_are_not_called_a_long_question(client):
     with pytest.raises(openai.BadRequestError, match="chat template refuses messages of these roles") as refused:
-        client.chat.completions.create(model="chat", messages=[*asked("one"), *asked("two")])
+        client.chat.completions.create(model="chat", messages=[*user_turn("one"), *user_turn("two")])
     assert refused.value.code == "invalid_request" and "secret" not in str(refused.value)
 
 
@@ -81,11 +81,11 @@ def test_the_models_are_the_modes(client):
     assert names[:4] == ["auto", "chat", "reasoning", "search"] and "search/sft" in names
     assert client.models.retrieve("search/sft").id == "search/sft"
     with pytest.raises(openai.NotFoundError, match="does not exist; choose from auto, chat"):
-        client.chat.completions.create(model="gpt-5", messages=asked("x"))
+        client.chat.completions.create(model="gpt-5", messages=user_turn("x"))
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("parameters", "message"),
     [
         ({"n": 2}, "does not support n"),
         ({"stop": ["x"]}, "does not support stop"),
@@ -99,15 +99,21 @@ def test_the_models_are_the_modes(client):
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
             r"messages\.0\.content\.0\.type: Input should be 'text'",
         ),
-        ({"messages": [*asked("x"), {"role": "user", "content": 5}]}, r"messages\.1\.content: Input should be a valid"),
-        ({"messages": [*asked("x"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]}, r"messages\.1\.tool_calls"),
+        (
+            {"messages": [*user_turn("x"), {"role": "user", "content": 5}]},
+            r"messages\.1\.content: Input should be a valid",
+        ),
+        (
+            {"messages": [*user_turn("x"), {"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            r"messages\.1\.tool_calls",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}]}, "content.0.cache"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "last message must have the role user"),
     ],
 )
-def test_what_is_not_done_is_refused(client, more, told):
-    with pytest.raises(openai.BadRequestError, match=told):
-        client.chat.completions.create(**{"model": "chat", "messages": asked("x"), **more})
+def test_what_is_not_done_is_refused(client, parameters, message):
+    with pytest.raises(openai.BadRequestError, match=message):
+        client.chat.completions.create(**{"model": "chat", "messages": user_turn("x"), **parameters})
 
 
 # What vLLM, SGLang and OpenAI take beside what is served here.
@@ -122,18 +128,20 @@ FOREIGN = {
 def test_what_is_not_known_to_be_harmless_is_refused_by_its_name(client, name):
     """They were ignored: the answer came with status 200, and was drawn without them."""
     with pytest.raises(openai.BadRequestError, match=f"does not support {name}"):
-        client.chat.completions.create(model="chat", messages=asked("x"), extra_body={name: FOREIGN[name]})
-    assert client.answering.asked == []
+        client.chat.completions.create(model="chat", messages=user_turn("x"), extra_body={name: FOREIGN[name]})
+    assert client.answering.asks == []
 
 
 def test_what_changes_no_answer_is_taken(client):
-    more = {name: values[0] for name, values in NEUTRAL.items()} | {name: "x" for name in HARMLESS}
-    more |= dict.fromkeys(FOREIGN.keys() - NEUTRAL.keys())  # null is as good as absent
-    earlier = [*asked("one"), {"role": "assistant", "content": "1", "reasoning_content": "x", "refusal": None}]
-    client.chat.completions.create(model="chat", messages=[*earlier, *asked("two")], extra_body=more | {"top_k": -1})
-    assert client.answering.asked[0].top_k == -1
+    body = {name: values[0] for name, values in NEUTRAL.items()} | {name: "x" for name in HARMLESS}
+    body |= dict.fromkeys(FOREIGN.keys() - NEUTRAL.keys())  # null is as good as absent
+    earlier = [*user_turn("one"), {"role": "assistant", "content": "1", "reasoning_content": "x", "refusal": None}]
+    client.chat.completions.create(
+        model="chat", messages=[*earlier, *user_turn("two")], extra_body=body | {"top_k": -1}
+    )
+    assert client.answering.asks[0].top_k == -1
 
 
 def test_a_failure_in_a_stream_is_an_error_of_the_client(client):
     with pytest.raises(openai.APIError, match="Internal error"):
-        list(client.chat.completions.create(model="chat", messages=asked("crash"), stream=True))
+        list(client.chat.completions.create(model="chat", messages=user_turn("crash"), stream=True))

@@ -66,7 +66,7 @@ TAGS |= {"BUTTON", "DETAILS", "SUMMARY"}
 FROM_MEMORY = "From memory?"
 
 
-class Found(Echo):
+class SearchingEcho(Echo):
     """Searches once, but for FROM_MEMORY: the question's text is analysis, query, document and answer."""
 
     def iterate(self):
@@ -74,9 +74,9 @@ class Found(Echo):
             text = job["ask"].text
             if not job["said"] and job["tell"] and job["ask"].mode != "chat" and text != FROM_MEMORY:
                 job["tell"]({"type": "text", "text": text, "step": 1, "analysis": text, "query": text, "answer": None})
-                found = [{"number": 1, "id": text, "title": text, "text": text, "cited": True}]
+                hits = [{"number": 1, "id": text, "title": text, "text": text, "cited": True}]
                 job["tell"](
-                    {"type": "step", "number": 1, "analysis": text, "query": text, "documents": found, "answer": None}
+                    {"type": "step", "number": 1, "analysis": text, "query": text, "documents": hits, "answer": None}
                     | {"sources": [1], "faults": [], "failed": False}
                 )
         return super().iterate()
@@ -100,10 +100,10 @@ def browser():
 
 @pytest.fixture
 def page(serving, browser, monkeypatch):
-    monkeypatch.setattr("tests.serving.conftest.Echo", Found)
+    monkeypatch.setattr("tests.serving.conftest.Echo", SearchingEcho)
     running = serving()
-    for told in (browser.requests, browser.dialogs, browser.errors):
-        told.clear()
+    for log in (browser.requests, browser.dialogs, browser.errors):
+        log.clear()
 
     def load(width=1000, height=800, dark=False):
         browser.view(width, height, dark)
@@ -124,7 +124,7 @@ def ask(browser, text, mode="search", wait=True):
         browser.wait("running === null && turns.length && turns.at(-1).state !== 'waiting'")
 
 
-def shown(browser, selector):
+def texts_of(browser, selector):
     return browser.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.innerText)")
 
 
@@ -137,15 +137,17 @@ def press_tool(browser, text):
 def test_a_question_its_steps_its_documents_and_its_answer(browser, page):
     running = page()
     ask(browser, "Who wrote it?")
-    assert shown(browser, ".question") == ["Who wrote it?"] and shown(browser, ".answer .text") == ["Who wrote it?"]
-    assert shown(browser, ".query q") == ["Who wrote it?"] and shown(browser, ".doc b") == ["1Who wrote it?"]
-    assert shown(browser, ".meta") == ["Search Mode, rl"]
+    assert texts_of(browser, ".question") == ["Who wrote it?"]
+    assert texts_of(browser, ".answer .text") == ["Who wrote it?"]
+    assert texts_of(browser, ".query q") == ["Who wrote it?"] and texts_of(browser, ".doc b") == ["1Who wrote it?"]
+    assert texts_of(browser, ".meta") == ["Search Mode, rl"]
     browser.run("document.querySelector('.sources button').click()")
     assert browser.run("document.querySelector('.doc').open && document.activeElement.tagName === 'SUMMARY'")
     ask(browser, "hello there", "auto")
-    assert shown(browser, ".answer.plain .text") == ["hello there"] and shown(browser, ".meta")[1] == "Fast Chat, sft"
-    assert [a.mode for a in running.answering.asked] == ["search", "chat"]
-    assert [m["content"] for m in running.answering.asked[1].earlier] == ["Who wrote it?"] * 2
+    assert texts_of(browser, ".answer.plain .text") == ["hello there"]
+    assert texts_of(browser, ".meta")[1] == "Fast Chat, sft"
+    assert [a.mode for a in running.answering.asks] == ["search", "chat"]
+    assert [m["content"] for m in running.answering.asks[1].earlier] == ["Who wrote it?"] * 2
     assert browser.run("performance.getEntriesByType('paint')[0].startTime") < 1000
 
 
@@ -167,12 +169,12 @@ def test_stop_retry_copy_export_and_clear(browser, page):
     browser.wait("document.querySelector('.answer .text')")
     browser.press("Escape")
     browser.wait("running === null")
-    assert shown(browser, ".problem") == [] and shown(browser, ".turn .note") == ["Stopped."]
-    assert 0 < len(shown(browser, ".answer .text")[0]) < 400
+    assert texts_of(browser, ".problem") == [] and texts_of(browser, ".turn .note") == ["Stopped."]
+    assert 0 < len(texts_of(browser, ".answer .text")[0]) < 400
     running.answering.slow = 0.002
     press_tool(browser, "Retry")
     browser.wait("running === null && turns.at(-1).state === 'done'")
-    assert shown(browser, ".turn .note") == [] and shown(browser, ".answer .text")[0].count("word") == 100
+    assert texts_of(browser, ".turn .note") == [] and texts_of(browser, ".answer .text")[0].count("word") == 100
     browser.run("document.execCommand = () => { copied = document.activeElement.value; return true; }")
     browser.run("Object.defineProperty(navigator, 'clipboard', { value: undefined, configurable: true })")
     browser.run("document.querySelector('.tools button').click()")
@@ -181,9 +183,9 @@ def test_stop_retry_copy_export_and_clear(browser, page):
     browser.run("URL.createObjectURL = (blob) => { exported = blob; return '#'; }; $('export').click()")
     text = browser.run("exported.text()")
     assert text.startswith("# Conversation\n\n## word word") and "Fast Chat" in text
-    before = browser.run("conversation")
+    conversation = browser.run("conversation")
     browser.run("$('clear').click()")
-    assert shown(browser, ".turn") == [] and browser.run("conversation") != before
+    assert texts_of(browser, ".turn") == [] and browser.run("conversation") != conversation
     assert browser.run("!$('welcome').hidden && $('clear').disabled && document.activeElement === $('query')")
 
 
@@ -199,10 +201,10 @@ def test_a_retry_after_a_stopped_retry_replaces_the_answer_too(browser, page):
     running.answering.slow = 0.002
     press_tool(browser, "Retry")
     browser.wait("running === null && turns.at(-1).state === 'done'")
-    assert [a.retry for a in running.answering.asked] == [False, True, True]
-    assert [a.earlier for a in running.answering.asked] == [(), (), ()]
+    assert [a.retry for a in running.answering.asks] == [False, True, True]
+    assert [a.earlier for a in running.answering.asks] == [(), (), ()]
     ask(browser, "next", "chat")
-    assert len(running.answering.asked[-1].earlier) == 2
+    assert len(running.answering.asks[-1].earlier) == 2
 
 
 def test_a_retry_of_an_earlier_turn_is_a_new_turn(browser, page):
@@ -211,11 +213,11 @@ def test_a_retry_of_an_earlier_turn_is_a_new_turn(browser, page):
         ask(browser, question, "chat")
     press_tool(browser, "Try again")  # of the first turn
     browser.wait("running === null && turns[0].state === 'done'")
-    assert [a.retry for a in running.answering.asked] == [False, False, False]
+    assert [a.retry for a in running.answering.asks] == [False, False, False]
     press_tool(browser, "Try again")  # now the server remembers the first turn last
     browser.wait("running === null && turns[0].state === 'done'")
-    assert running.answering.asked[-1].retry
-    assert [m["content"] for m in running.answering.asked[-1].earlier] == ["one", "one", "two", "two"]
+    assert running.answering.asks[-1].retry
+    assert [m["content"] for m in running.answering.asks[-1].earlier] == ["one", "one", "two", "two"]
 
 
 def test_a_token_is_sent_where_the_browser_has_no_storage(browser, serving):
@@ -229,7 +231,7 @@ def test_a_token_is_sent_where_the_browser_has_no_storage(browser, serving):
     browser.run("$('token').value = 'secret'; document.querySelector('#tokendialog .go').click()")
     browser.wait("!$('served').hidden")
     ask(browser, "hello there", "chat")
-    assert shown(browser, ".answer .text") == ["hello there"]
+    assert texts_of(browser, ".answer .text") == ["hello there"]
     assert not browser.run("$('tokendialog').open")
     browser.call("Page.removeScriptToEvaluateOnNewDocument", identifier=blocked["identifier"])
 
@@ -237,12 +239,12 @@ def test_a_token_is_sent_where_the_browser_has_no_storage(browser, serving):
 def test_errors_are_words_for_people(browser, page):
     running = page()
     ask(browser, "x " * 2000)
-    assert shown(browser, ".problem") == ["The question is too long for this model."]
+    assert texts_of(browser, ".problem") == ["The question is too long for this model."]
     ask(browser, "crash")
-    assert shown(browser, ".problem")[1] == "Internal error. See the server's log."
+    assert texts_of(browser, ".problem")[1] == "Internal error. See the server's log."
     running.desk.places.limit = 0
     ask(browser, "full")
-    assert shown(browser, ".problem")[2] == "The server is busy. Try again soon."
+    assert texts_of(browser, ".problem")[2] == "The server is busy. Try again soon."
     assert browser.run("[...document.querySelectorAll('.problem')].every((e) => e.getAttribute('role') === 'alert')")
     browser.errors.clear()  # Chromium's own lines about the statuses
 
@@ -290,7 +292,7 @@ def test_what_is_served_is_named_and_what_was_not_learned_is_not_offered(browser
     running.answering.about["examples"] = ["Who wrote it?", "<b>Where?</b>"]
     page(390)
     browser.wait("!$('served').hidden")
-    assert shown(browser, "#served dd") == ["tiny", "sft, rl", "notes"]
+    assert texts_of(browser, "#served dd") == ["tiny", "sft, rl", "notes"]
     visible = "[...document.querySelectorAll('{}')].filter((e) => e.offsetParent).map((e) => e.innerText.trim())"
     assert browser.run(visible.format(".mode")) == ["Auto", "Chat", "Search"]
     kinds = browser.run(visible.format(".kinds li"))
@@ -303,8 +305,8 @@ def test_what_is_served_is_named_and_what_was_not_learned_is_not_offered(browser
     browser.run("document.querySelector('[name=mode][value=search]').click()")
     browser.run("document.querySelectorAll('.examples button')[1].click()")
     browser.wait("running === null && turns.length && turns.at(-1).state !== 'waiting'")
-    assert shown(browser, ".question") == ["<b>Where?</b>"]
-    assert shown(browser, ".meta") == ["Search Mode, rl. Plain RAG."]
+    assert texts_of(browser, ".question") == ["<b>Where?</b>"]
+    assert texts_of(browser, ".meta") == ["Search Mode, rl. Plain RAG."]
 
 
 def axe():
@@ -326,6 +328,6 @@ def test_axe_finds_nothing_serious(browser, page, width, dark):
         if state == "failed":
             running.desk.places.limit = 0
             ask(browser, "full")
-        found = browser.run("axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, v.nodes[0].html]))")
-        assert [v for v in found if v[0] in ("serious", "critical")] == [], (state, found)
+        violations = browser.run("axe.run().then((r) => r.violations.map((v) => [v.impact, v.id, v.nodes[0].html]))")
+        assert [v for v in violations if v[0] in ("serious", "critical")] == [], (state, violations)
     browser.errors.clear()

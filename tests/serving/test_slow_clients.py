@@ -191,13 +191,13 @@ def test_the_server_of_answers_lets_a_client_go_that_does_not_read(limited):
     uvicorn = pytest.importorskip("uvicorn", reason="needs the extra serve")
     from r3lite.serving.http import Connection
 
-    ended = threading.Event()
+    app_returned = threading.Event()
 
     async def large(scope, receive, send):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(64):
             await send({"type": "http.response.body", "body": b"x" * (1 << 20), "more_body": True})
-        ended.set()
+        app_returned.set()
 
     listening = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(large, http=Connection, lifespan="off", log_level="critical", timeout_graceful_shutdown=1)
@@ -206,6 +206,6 @@ def test_the_server_of_answers_lets_a_client_go_that_does_not_read(limited):
     thread.start()
     host, port = listening.getsockname()
     with connect(f"http://{host}:{port}", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"):
-        assert ended.wait(10) and until(lambda: not server.server_state.connections)
+        assert app_returned.wait(10) and until(lambda: not server.server_state.connections)
     server.should_exit = True
     thread.join()

@@ -19,28 +19,28 @@ TAGS_TURN = "<think> First, Rome. </think><search> Rome is where? "
 
 
 def growing(protocol, mode="search"):
-    told = []
+    events = []
     transcript = Transcript(Question("q", "where?", ()))
-    return GrowingAnswer(Ask("where?", mode, "rl"), transcript, protocol, told.append), transcript, told
+    return GrowingAnswer(Ask("where?", mode, "rl"), transcript, protocol, events.append), transcript, events
 
 
 @pytest.mark.parametrize(("name", "turn"), [("r3", R3_TURN), ("tags", TAGS_TURN)])
 def test_an_analysis_grows_at_its_end_only_and_never_shows_the_beginning_of_a_heading(name, turn):
-    ask, _, told = growing(build_protocol(ProtocolSettings(format=name)))
+    ask, _, events = growing(build_protocol(ProtocolSettings(format=name)))
     for character in turn:
         ask.take_text(character)
-    shown = [event["analysis"] for event in told]
-    assert all(later.startswith(earlier.rstrip()) for earlier, later in itertools.pairwise(shown))
-    assert shown[-1] == "First, Rome." and "".join(event["text"] for event in told) == turn
+    analyses = [event["analysis"] for event in events]
+    assert all(later.startswith(earlier.rstrip()) for earlier, later in itertools.pairwise(analyses))
+    assert analyses[-1] == "First, Rome." and "".join(event["text"] for event in events) == turn
     if name == "r3":  # a search in tags is usable when it is closed
-        assert told[-1]["query"] == "Rome is where?"
+        assert events[-1]["query"] == "Rome is where?"
 
 
 def test_a_chat_is_its_answer():
-    ask, transcript, told = growing(Chat(), "chat")
+    ask, transcript, events = growing(Chat(), "chat")
     ask.take_text("Step 1:")
     ask.take_text(" no, just so")
-    assert told[-1]["answer"] == "Step 1: no, just so"
+    assert events[-1]["answer"] == "Step 1: no, just so"
     transcript.finish = CUT_OFF
     answer = ask.answer("why")
     assert (answer.final_answer, answer.finish, answer.why) == ("Step 1: no, just so", CUT_OFF, None)
@@ -49,7 +49,7 @@ def test_a_chat_is_its_answer():
 def test_passages_are_numbered_once_and_cited_word_for_word(tokenizer):
     protocol = build_protocol(ProtocolSettings())
     layout = Layout(tokenizer, protocol, LengthSettings())
-    ask, transcript, told = growing(protocol)
+    ask, transcript, events = growing(protocol)
     layout.open(transcript)
     turns = [
         (R3_TURN, DOCUMENTS),
@@ -63,7 +63,7 @@ def test_passages_are_numbered_once_and_cited_word_for_word(tokenizer):
         if transcript.pending:
             layout.splice(transcript, [documents])
         ask.take_step(transcript)
-    steps = [event for event in told if event["type"] == "step"]
+    steps = [event for event in events if event["type"] == "step"]
     assert [[d["number"] for d in step["documents"]] for step in steps] == [[1, 2], [2], []]
     answer = ask.answer("why")
     assert answer.finish == ANSWERED and answer.final_answer == "the capital of Italy" and answer.why is None

@@ -45,8 +45,8 @@ def test_a_preset_that_makes_the_same_choice_refines_it(tmp_path, monkeypatch):
     (tmp_path / "laptop-4gb.toml").write_text('algorithm = "dapo"\nclip_high = 0.25\n', encoding="utf-8")
     monkeypatch.setattr(invocation, "shipped", lambda *parts: tmp_path.joinpath(*parts[1:]))
     for flags in ([], ["--algorithm", "dapo"]):
-        found = settings(*flags)
-        assert (found["clip_high"], found["refill_limit"]) == (0.25, 3)
+        resolved = settings(*flags)
+        assert (resolved["clip_high"], resolved["refill_limit"]) == (0.25, 3)
     assert settings("--algorithm", "gspo")["clip_high"] == 4e-4
 
 
@@ -63,8 +63,8 @@ def test_shares_and_epochs_are_rounded_up_from_what_they_are_and_not_from_what_f
 
 def test_what_a_run_wrote_down_is_read_back(toml):
     first = resolve("ppo", PpoConfig(), ["--algorithm", "gspo", "--kl-beta", "0.1"])
-    again = settings("--config", toml(to_toml(first, "ppo")))
-    assert {**again, "config": None} == flat(first)
+    restored = settings("--config", toml(to_toml(first, "ppo")))
+    assert {**restored, "config": None} == flat(first)
 
 
 def test_what_was_asked_for_is_told_from_what_came_with_a_choice():
@@ -96,8 +96,8 @@ def test_schedules_bring_where_they_end():
         for default in (sft, ppo):
             assert settings("--learning-rate-schedule", name, default=default)["min_learning_rate"] == end
         assert settings("--preset", "tiny", "--learning-rate-schedule", name)["min_learning_rate"] == end
-    given = settings("--learning-rate-schedule", "linear", "--min-learning-rate", "0.5")
-    assert given["min_learning_rate"] == 0.5
+    explicit = settings("--learning-rate-schedule", "linear", "--min-learning-rate", "0.5")
+    assert explicit["min_learning_rate"] == 0.5
     # Nothing is chosen: each command's own, as before there was a choice.
     assert (settings(default=sft)["min_learning_rate"], settings()["min_learning_rate"]) == (0.1, 1.0)
     assert settings("--preset", "tiny")["min_learning_rate"] == 0.3

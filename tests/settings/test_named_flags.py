@@ -33,7 +33,7 @@ def known_flags() -> set[str]:
     """Of all settings, with other programs' names of them, and with --no- for those that are on by default."""
 
     def subclasses(cls: type) -> list[type]:
-        return [found for sub in cls.__subclasses__() for found in (sub, *subclasses(sub))]
+        return [descendant for sub in cls.__subclasses__() for descendant in (sub, *subclasses(sub))]
 
     kinds = [kind for cls in subclasses(Section) for kind in kinds_of(cls).values()]
     names = all_settings() | {trait.name for kind in kinds for trait in kind.traits if isinstance(trait, Alias)}
@@ -43,7 +43,7 @@ def known_flags() -> set[str]:
 def test_every_flag_that_a_text_names_exists():
     named: dict[str, set[str]] = {}
     for source in PACKAGE.rglob("*.py"):
-        for found in (found for text in texts_of(source) for found in flags_of(text)):
-            named.setdefault(found, set()).add(source.relative_to(PACKAGE).as_posix())
+        for flag_name in (flag_name for text in texts_of(source) for flag_name in flags_of(text)):
+            named.setdefault(flag_name, set()).add(source.relative_to(PACKAGE).as_posix())
     assert len(named) > 100
     assert {name: where for name, where in named.items() if name not in known_flags() | OTHERS} == {}

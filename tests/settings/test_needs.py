@@ -29,13 +29,14 @@ TEXTS = {"judge_base_url": "http://host", "filter": "lang=en", "source_index": "
 def another(config, name: str):
     """A value of a setting that it does not have, as a command line or a file could give it."""
     (section,) = (s for s in sections(config).values() if name in kinds_of(type(s)))
-    kind, now = kinds_of(type(section))[name], getattr(section, name)
-    one = next((c for c in kind.choices if c not in (now, "auto", *(now if isinstance(now, tuple) else ()))), None)
+    kind = kinds_of(type(section))[name]
+    old = getattr(section, name)
+    one = next((c for c in kind.choices if c not in (old, "auto", *(old if isinstance(old, tuple) else ()))), None)
     if one is None and kind.scalar is bool:
-        return not now
+        return not old
     if one is None and kind.scalar in (int, float):
         low = kind.bounds.low if kind.bounds and kind.bounds.low is not None else 0
-        one = next(x for x in (low + 1, 1, 0.5, 0.25, 2) if x != now and fits(kind, name, kind.scalar(x)))
+        one = next(x for x in (low + 1, 1, 0.5, 0.25, 2) if x != old and fits(kind, name, kind.scalar(x)))
     return [one or TEXTS.get(name, "some")] * (kind.count or 1) if kind.count != 1 else one or TEXTS.get(name, "some")
 
 
@@ -129,8 +130,8 @@ def test_what_a_retriever_does_not_read_is_refused(retriever):
 
 @pytest.mark.parametrize("format", PROTOCOLS)
 def test_what_a_format_does_not_read_is_refused(format):
-    more = ["--retriever", "none"] if format == "solution" else []
-    table, config = resolved("evaluate", "--format", format, *more)
+    retriever_flags = ["--retriever", "none"] if format == "solution" else []
+    table, config = resolved("evaluate", "--format", format, *retriever_flags)
     watched = Watched(ProtocolSettings(format=format))
     build_protocol(watched.settings)
     idle = watched.fields - watched.read
@@ -146,11 +147,12 @@ def test_every_option_of_rl_beside_every_algorithm_is_read_by_it_or_refused(algo
     table, config = resolved("ppo", "--algorithm", algorithm, *NEEDS.get(algorithm, []))
     some_read = frozenset().union(*(cls.own_settings for cls in ALGORITHMS.values()))
     for option in kinds_of(RLSettings).keys() - {"algorithm"}:
-        found = outcome(table, config, option)
+        verdict = outcome(table, config, option)
         if option in some_read - ALGORITHMS[algorithm].own_settings:
-            assert found == "refused", option
-        elif found != "refused":
-            assert found == "taken" or "--" in found, (option, found)  # a contradiction that names another
+            assert verdict == "refused", option
+        elif verdict != "refused":
+            # Or a contradiction with another flag, which names both.
+            assert verdict == "taken" or flag(option) in verdict, (option, verdict)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,7 @@ def test_every_option_of_rl_beside_every_algorithm_is_read_by_it_or_refused(algo
         ("evaluate", "--format dag --source-index News=x --context question", "--source-index"),
         ("evaluate", "--source-index News=x", "--source-index"),
         ("evaluate", "--format tags --queries-per-step 2", "--queries-per-step"),
-        *(("evaluate", f"--format {other} --search-graph", "--search-graph") for other in ("r3", "solution", "dag")),
+        *(("evaluate", f"--format {kind} --search-graph", "--search-graph") for kind in ("r3", "solution", "dag")),
         *(("evaluate", f"--retriever {name} --rerank auto", "--rerank") for name in ("golden", "none")),
         ("evaluate", "--context question --index i", "--index"),
         ("evaluate", "--compare a b --data x", "--data"),
@@ -245,9 +247,9 @@ def test_what_would_do_harm_is_refused_wherever_it_stands(tmp_path, name):
     path.write_text(f"{name} = {value}\n", encoding="utf-8")
     in_table = tmp_path / "table.toml"
     in_table.write_text(f"[{table}]\n{name} = {value}\n", encoding="utf-8")
-    for given in ([flag(name), str(value)], ["--config", str(path)], ["--config", str(in_table)]):
+    for arguments in ([flag(name), str(value)], ["--config", str(path)], ["--config", str(in_table)]):
         with raises(UsageError, "setting-unused", flag(name), value):
-            check_used(*resolved(table, *argv, *given))
+            check_used(*resolved(table, *argv, *arguments))
     check_used(*resolved(table, *argv, "--config", str(in_table), "--resume", "auto"))  # an earlier version's
     harmful = [needs for section in SECTIONS for needs in section.needs if needs.harmful]
     assert {name for needs in harmful for name in needs.names.split()} == HARMFUL.keys()

@@ -59,8 +59,8 @@ def test_where_rewards_come_from(rewards):
 def test_what_a_run_wrote_down_is_read_back(rewards, tmp_path):
     first = resolve("ppo", PpoConfig(), ["--config", write(tmp_path / "my.toml", TABLES)])
     assert rewards(file=to_toml(first, "ppo")) == READ
-    kept = json.loads(json.dumps(command.flat(first)))  # as a checkpoint keeps them
-    assert changes(kept, first) == ""
+    saved_settings = json.loads(json.dumps(command.flat(first)))  # as a checkpoint keeps them
+    assert changes(saved_settings, first) == ""
 
 
 def write(path, text):
@@ -69,10 +69,10 @@ def write(path, text):
 
 
 def test_a_resumed_run_cannot_change_them(tmp_path):
-    then = resolve("ppo", PpoConfig(), ["--config", write(tmp_path / "my.toml", TABLES)])
-    now = resolve("ppo", PpoConfig(), ["--rewards", "rouge_l=0.5"])
-    kept = json.loads(json.dumps(command.flat(then)))
-    assert "rewards (was [{'name': 'rouge_l', 'weight': 0.5}, " in changes(kept, now)
+    old_config = resolve("ppo", PpoConfig(), ["--config", write(tmp_path / "my.toml", TABLES)])
+    new_config = resolve("ppo", PpoConfig(), ["--rewards", "rouge_l=0.5"])
+    saved_settings = json.loads(json.dumps(command.flat(old_config)))
+    assert "rewards (was [{'name': 'rouge_l', 'weight': 0.5}, " in changes(saved_settings, new_config)
     # A run of a version without named rewards had none, and goes on.
     old = {key: value for key, value in json.loads(json.dumps(command.flat(PpoConfig()))).items() if key != "rewards"}
     assert changes(old, PpoConfig()) == ""

@@ -27,13 +27,13 @@ def read(tmp_path, text: str, *argv: str, config=SftConfig, command="sft"):
 
 
 def test_tables_of_a_file(tmp_path):
-    found = read(tmp_path, SOURCES).mixture.sources
-    assert [dict(entry) for entry in found] == [
+    sources = read(tmp_path, SOURCES).mixture.sources
+    assert [dict(entry) for entry in sources] == [
         {"file": "a b/rows.jsonl", "weight": 0.3, "name": "rows"},
         {"file": "name,subset,train", "weight": 1.0, "name": "talk", "type": "chat"},
     ]
-    own = read(tmp_path, SOURCES.replace("[[sources]]", "[[ppo.sources]]"), config=PpoConfig, command="ppo")
-    assert own.mixture.sources == found
+    ppo_config = read(tmp_path, SOURCES.replace("[[sources]]", "[[ppo.sources]]"), config=PpoConfig, command="ppo")
+    assert ppo_config.mixture.sources == sources
     of_ppo = SOURCES.replace("[[sources]]", "[[ppo.sources]]")
     assert read(tmp_path, f"{of_ppo}\n[sft]\nseed = 1\n").mixture.sources is None
 
@@ -66,7 +66,7 @@ def test_the_command_line_names_files_with_weights():
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("weight = 0", "the source rows has the weight 0; it must be above 0 and at most 1e+09"),
         ("weight = 2000000000", "the source rows has the weight 2000000000; it must be above 0 and at most 1e+09"),
@@ -89,10 +89,10 @@ def test_the_command_line_names_files_with_weights():
         ('[[sources]]\nfile = "a\\u0000b"', "a source has no file"),
     ],
 )
-def test_errors_name_the_source(tmp_path, line, told):
+def test_errors_name_the_source(tmp_path, line, message):
     with pytest.raises(UsageError) as error:
         read(tmp_path, f'[[sources]]\nfile = "other.jsonl"\n[[sources]]\nfile = "rows.jsonl"\n{line}\n')
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("text", ["sources = [3]", 'sources = ["a.jsonl=many"]', "sources = 3"])

@@ -20,11 +20,11 @@ def gradients(step: int, like: dict[str, nn.Parameter]) -> dict[str, torch.Tenso
     """The same in each step but for noise, of sizes that differ from block to block by many powers of ten."""
     generator = torch.Generator().manual_seed(step)
     steady = torch.Generator().manual_seed(1)
-    found = {}
+    grads = {}
     for name, p in like.items():
         size = 10.0 ** torch.randint(-6, 1, (len(p), *[1] * (p.dim() - 1)), generator=steady)
-        found[name] = size * (torch.randn(p.shape, generator=steady) + torch.randn(p.shape, generator=generator))
-    return found
+        grads[name] = size * (torch.randn(p.shape, generator=steady) + torch.randn(p.shape, generator=generator))
+    return grads
 
 
 def trained(steps: int, dtype: torch.dtype = torch.float32, **settings) -> tuple[AdamW8, dict[str, nn.Parameter]]:
@@ -62,10 +62,11 @@ def test_moments_of_8_bits_follow_adamw():
 
 
 def test_decay_spares_norms():
-    one, other = trained(1, weight_decay=0.5)[1], trained(1)[1]
-    assert torch.equal(one["norm.weight"], other["norm.weight"])
+    decayed = trained(1, weight_decay=0.5)[1]
+    plain = trained(1)[1]
+    assert torch.equal(decayed["norm.weight"], plain["norm.weight"])
     start = weights()["wide.weight"]
-    torch.testing.assert_close(other["wide.weight"] - one["wide.weight"], 1e-3 * 0.5 * start, rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(plain["wide.weight"] - decayed["wide.weight"], 1e-3 * 0.5 * start, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("mantissa", [3, 4])
@@ -74,20 +75,20 @@ def test_codes_are_right_in_the_mean(mantissa):
         1 if mantissa == 4 else torch.tensor([1.0, -1.0]).repeat(BLOCK // 2)
     )
     noise = torch.arange(256, dtype=torch.int32)[:, None].expand(256, BLOCK)
-    found = decoded(*encoded(values.expand(256, BLOCK).contiguous(), noise, mantissa), mantissa)  # all of the noise
-    torch.testing.assert_close(found.mean(0, keepdim=True), values, rtol=2e-3, atol=0)
+    decodings = decoded(*encoded(values.expand(256, BLOCK).contiguous(), noise, mantissa), mantissa)  # all of the noise
+    torch.testing.assert_close(decodings.mean(0, keepdim=True), values, rtol=2e-3, atol=0)
     step = 2.0**-mantissa
-    assert ((found - values).abs() <= step * values.abs() * 1.01).all()
-    assert torch.equal(found[:, -1], values[0, -1:].expand(256))  # the largest is exact
+    assert ((decodings - values).abs() <= step * values.abs() * 1.01).all()
+    assert torch.equal(decodings[:, -1], values[0, -1:].expand(256))  # the largest is exact
 
 
 def test_zeros_stay_zeros():
     zeros, noise = torch.zeros(2, BLOCK), torch.full((2, BLOCK), 255, dtype=torch.int32)
     for mantissa in (3, 4):
         assert not decoded(*encoded(zeros, noise, mantissa), mantissa).any()
-    some = zeros.clone()
-    some[:, 0] = 1.0  # the others, below every code of the first moment, are not moved
-    assert not decoded(*encoded(some, noise, 3), 3)[:, 1:].any()
+    sparse = zeros.clone()
+    sparse[:, 0] = 1.0  # the others, below every code of the first moment, are not moved
+    assert not decoded(*encoded(sparse, noise, 3), 3)[:, 1:].any()
 
 
 def test_bf16_weights_keep_changes_below_their_step():
@@ -114,17 +115,18 @@ def test_each_tensor_is_clipped_to_its_share_of_the_norm():
 
 
 def test_state_goes_on_to_the_bit():
-    whole, wanted = trained(6, torch.bfloat16)
+    uninterrupted, wanted = trained(6, torch.bfloat16)
     first, named = trained(3, torch.bfloat16)
-    kept = {name: tensor.clone() for name, tensor in optim.state_tensors(first).items()}
-    again = AdamW8(named, rate=1e-3, weight_decay=0.0, max_norm=1e9, seed=0)
-    optim.load_state_tensors(again, kept)
+    saved_state = {name: tensor.clone() for name, tensor in optim.state_tensors(first).items()}
+    resumed = AdamW8(named, rate=1e-3, weight_decay=0.0, max_norm=1e9, seed=0)
+    optim.load_state_tensors(resumed, saved_state)
     for step in range(3, 6):
         for name, grad in gradients(step, named).items():
-            again.update(named[name], grad.bfloat16())
+            resumed.update(named[name], grad.bfloat16())
     assert all(torch.equal(named[name], wanted[name]) for name in named)
-    found, right = optim.state_tensors(again), optim.state_tensors(whole)
-    assert found.keys() == right.keys() and all(torch.equal(found[name], right[name]) for name in right)
+    state = optim.state_tensors(resumed)
+    expected = optim.state_tensors(uninterrupted)
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_step_and_spares_its_tensor():

@@ -37,24 +37,24 @@ def adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"r": 8}')
 
 
-def written(output: Path, *steps: int) -> list[Path]:
+def write_checkpoints(output: Path, *steps: int) -> list[Path]:
     return [checkpoint.write(output, example(step), adapter) for step in steps]
 
 
 def test_what_is_written_is_read_back_to_the_bit(tmp_path):
     saved = example(3)
     folder = checkpoint.write(tmp_path, saved, adapter)
-    found = checkpoint.read(folder)
+    loaded = checkpoint.read(folder)
     assert folder.name == "checkpoint-3"
-    assert (found.step, found.state) == (3, saved.state)
+    assert (loaded.step, loaded.state) == (3, saved.state)
     for group, tensors in saved.tensors.items():
         for name, tensor in tensors.items():
-            assert found.tensors[group][name].numpy().tobytes() == tensor.numpy().tobytes()
+            assert loaded.tensors[group][name].numpy().tobytes() == tensor.numpy().tobytes()
     assert (folder / "adapter" / "adapter_config.json").exists()
 
 
 def test_a_checkpoint_is_safetensors_and_json_only(tmp_path):
-    (folder,) = written(tmp_path, 1)
+    (folder,) = write_checkpoints(tmp_path, 1)
     files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     tensors = {f"{group}.safetensors" for group in checkpoint.GROUPS}
     assert files == {*tensors, "state.json", "manifest.json", "adapter/adapter_config.json"}
@@ -65,11 +65,11 @@ def test_a_part_with_tensors_has_a_file_that_is_checked_like_the_others(tmp_path
     saved = example(2)
     saved.tensors["replay"] = {"0.0.tokens": torch.arange(5, dtype=torch.int32), "0.0.mask": torch.tensor([True])}
     folder = checkpoint.write(tmp_path, saved, adapter)
-    found = checkpoint.read(folder)
-    assert found.tensors.keys() == {*checkpoint.GROUPS, "replay"} and checkpoint.fault(folder) is None
+    loaded = checkpoint.read(folder)
+    assert loaded.tensors.keys() == {*checkpoint.GROUPS, "replay"} and checkpoint.fault(folder) is None
     for name, tensor in saved.tensors["replay"].items():
         assert (
-            torch.equal(found.tensors["replay"][name], tensor) and found.tensors["replay"][name].dtype == tensor.dtype
+            torch.equal(loaded.tensors["replay"][name], tensor) and loaded.tensors["replay"][name].dtype == tensor.dtype
         )
     flip(folder / "replay.safetensors")
     assert checkpoint.fault(folder) == "replay.safetensors has changed since it was written"
@@ -98,7 +98,7 @@ def restated(folder: Path, **changed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda f: flip(f / "weights.safetensors"), "weights.safetensors has changed since it was written"),
         (lambda f: (f / "state.json").write_text("{"), "state.json has changed since it was written"),
@@ -125,18 +125,18 @@ def restated(folder: Path, **changed) -> None:
         (lambda f: restated(f, num_tokens=-1), "num_tokens is -1"),
     ],
 )
-def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, capsys, damage, told):
-    older, newer = written(tmp_path, 2, 10)
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, capsys, damage, message):
+    older, newer = write_checkpoints(tmp_path, 2, 10)
     damage(newer)
     assert checkpoint.newest_valid(tmp_path) == older
-    assert told in (shown := capsys.readouterr().err)
-    assert str(newer) in shown
+    assert message in (stderr := capsys.readouterr().err)
+    assert str(newer) in stderr
     with raises(R3LiteError, "checkpoint-invalid"):
         checkpoint.read(newer)
 
 
 def test_tensors_that_are_none_are_told(tmp_path):
-    (folder,) = written(tmp_path, 1)
+    (folder,) = write_checkpoints(tmp_path, 1)
     (folder / "weights.safetensors").write_bytes(b"junk")
     described(folder, "weights.safetensors", {"bytes": 4, "crc32": checkpoint.crc(folder / "weights.safetensors")})
     with raises(R3LiteError, "checkpoint-unreadable"):
@@ -144,14 +144,14 @@ def test_tensors_that_are_none_are_told(tmp_path):
 
 
 def test_a_checkpoint_of_another_format_is_not_sound(tmp_path):
-    (folder,) = written(tmp_path, 1)
+    (folder,) = write_checkpoints(tmp_path, 1)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | {"format": 99}))
     assert checkpoint.fault(folder) == "format 99 instead of 1"
 
 
 def test_the_newest_ones_are_kept_by_number_not_by_name(tmp_path):
-    written(tmp_path, 8, 9, 10, 100)
+    write_checkpoints(tmp_path, 8, 9, 10, 100)
     (tmp_path / "checkpoint-best").mkdir()  # somebody else's
     checkpoint.prune(tmp_path, 2)
     assert list(checkpoint.folders_by_step(tmp_path)) == [10, 100]
@@ -159,7 +159,7 @@ def test_the_newest_ones_are_kept_by_number_not_by_name(tmp_path):
 
 
 def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
-    (folder,) = written(tmp_path, 1)
+    (folder,) = write_checkpoints(tmp_path, 1)
 
     def fail(new: Path) -> None:
         adapter(new)
@@ -175,7 +175,7 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path):
 
 def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_one(tmp_path, monkeypatch):
     """Files were removed in place once, so a kill among them left a checkpoint that was not sound."""
-    written(tmp_path, 1, 2)
+    write_checkpoints(tmp_path, 1, 2)
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint.shutil, "rmtree", lambda folder, ignore_errors: None)  # killed before the first file
         checkpoint.prune(tmp_path, 1)
@@ -185,7 +185,7 @@ def test_a_kill_while_a_checkpoint_is_removed_leaves_no_half_of_one(tmp_path, mo
 
 
 def test_a_checkpoint_that_cannot_be_removed_ends_no_run(tmp_path, monkeypatch, capsys):
-    written(tmp_path, 1, 2)
+    write_checkpoints(tmp_path, 1, 2)
     monkeypatch.setattr(checkpoint.os, "replace", Mock(side_effect=PermissionError("a file is in use")))
     checkpoint.prune(tmp_path, 1)
     assert "checkpoint-1 cannot be removed: a file is in use" in capsys.readouterr().err
@@ -223,9 +223,9 @@ def test_kill_9_at_any_moment_leaves_a_sound_checkpoint(tmp_path):
         process.wait()
         process.stdout.close()
         assert all(checkpoint.fault(folder) is None for folder in checkpoint.folders_by_step(tmp_path).values())
-        found = checkpoint.read(checkpoint.newest_valid(tmp_path))
-        assert found.step >= last
-        assert torch.equal(found.tensors["weights"]["w"], torch.full((1 << 18,), float(found.step)))
+        newest = checkpoint.read(checkpoint.newest_valid(tmp_path))
+        assert newest.step >= last
+        assert torch.equal(newest.tensors["weights"]["w"], torch.full((1 << 18,), float(newest.step)))
         sweep(tmp_path)
         assert all(CHECKPOINT.fullmatch(p.name) for p in tmp_path.iterdir())
         for folder in checkpoint.folders_by_step(tmp_path).values():

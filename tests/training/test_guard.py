@@ -36,12 +36,13 @@ REAL = Path(__file__).parent / "healthy_rounds.jsonl"
 
 def alarms(rounds: list[dict], settings: GuardSettings = USUAL, episodes: int = 64) -> dict[int, str]:
     """The steps at which a guard raises an alarm, with the limit; each round has what differs from a healthy one."""
-    guard, found = Guard(settings, episodes), {}
+    guard = Guard(settings, episodes)
+    limits = {}
     for step, changes in enumerate(rounds, 1):
         alarm = guard.check(step, HEALTHY | changes)
         if alarm:
-            found[step] = alarm.limit
-    return found
+            limits[step] = alarm.limit
+    return limits
 
 
 # Each limit, with a round beyond it and one within it.
@@ -84,8 +85,8 @@ def test_a_round_within_the_limit_begins_the_count_anew_and_a_limit_is_told_once
 def test_limits_that_are_crossed_together_are_told_one_after_the_other():
     """The second one was never told: its count had passed the number of rounds."""
     both = {"malformed_ratio": 0.9, "queries/blank_ratio": 0.9}
-    told = alarms([{}] + [both] * 8)
-    assert told == {6: "guard_malformed", 7: "guard_queries"}
+    limits = alarms([{}] + [both] * 8)
+    assert limits == {6: "guard_malformed", 7: "guard_queries"}
 
 
 def test_the_start_is_as_many_rounds_as_have_32_episodes():
@@ -120,12 +121,15 @@ def test_where_few_are_right_the_likelihood_is_that_of_eight_in_several_rounds()
     rounds = [{"right": n, "right_likelihood": x} for n, x in ((3, -5.0), (6, -0.2), (0, None), (2, -0.6))]
     assert right_likelihood(rounds) == pytest.approx(-0.3) and right_likelihood(rounds[2:]) is None
 
-    few = {"completions/right": 3, "logps/right": -0.1}
-    fallen, none = few | {"logps/right": -0.5}, {"completions/right": 0, "logps/right": None}
+    few_right = {"completions/right": 3, "logps/right": -0.1}
+    fallen = few_right | {"logps/right": -0.5}
+    none_right = {"completions/right": 0, "logps/right": None}
     # The start is known in the third round: -0.1. Then (-0.1 x 6 - 0.5 x 3) / 9 = -0.23, -0.37, and -0.5 for good.
-    assert alarms([few] * 3 + [fallen] * 6, GuardSettings(guard_right_likelihood=0.25)) == {9: "guard_right_likelihood"}
-    assert alarms([few] * 3 + [fallen] * 5 + [none] * 9, GuardSettings(guard_right_likelihood=0.25)) == {}
-    assert alarms([few] * 2 + [none] * 4 + [fallen] * 20) == {}  # no start was known before it fell
+    assert alarms([few_right] * 3 + [fallen] * 6, GuardSettings(guard_right_likelihood=0.25)) == {
+        9: "guard_right_likelihood"
+    }
+    assert alarms([few_right] * 3 + [fallen] * 5 + [none_right] * 9, GuardSettings(guard_right_likelihood=0.25)) == {}
+    assert alarms([few_right] * 2 + [none_right] * 4 + [fallen] * 20) == {}  # no start was known before it fell
 
 
 def test_reward_up_and_f1_down_is_reward_hacking():
@@ -141,12 +145,13 @@ def test_reward_up_and_f1_down_is_reward_hacking():
 
 
 def validated(*f1s: list[float], settings: GuardSettings = USUAL) -> dict[int, str]:
-    guard, found = Guard(settings, 64), {}
+    guard = Guard(settings, 64)
+    limits = {}
     guard.take_validation(0, RIGHT)
     for step, each in enumerate(f1s, 1):
         if alarm := guard.check(step, HEALTHY, each):
-            found[step] = alarm.limit
-    return found
+            limits[step] = alarm.limit
+    return limits
 
 
 def fewer(n: int) -> list[float]:
@@ -179,15 +184,15 @@ def test_the_best_of_many_validations_was_lucky_and_a_drop_must_be_larger():
 
 
 def test_a_drop_is_told_with_the_reward_if_that_rose():
-    def told(*rewards: float) -> str:
+    def alarm_message(*rewards: float) -> str:
         guard = Guard(GuardSettings(), 64)
         for step, reward in enumerate(rewards, 1):
             alarm = guard.check(step, HEALTHY | {"reward": reward}, RIGHT if step == 1 else fewer(16))
         return alarm.message
 
     fell = "validation F1 fell from 0.500 to 0.250"
-    assert told(0.8, 0.7, 0.6) == f"{fell}, 2 validations in a row"
-    assert told(0.8, 1.0, 1.2) == f"{fell} while the reward rose from 0.800 to 1.000, 2 validations in a row"
+    assert alarm_message(0.8, 0.7, 0.6) == f"{fell}, 2 validations in a row"
+    assert alarm_message(0.8, 1.0, 1.2) == f"{fell} while the reward rose from 0.800 to 1.000, 2 validations in a row"
 
 
 def test_the_best_validation_is_the_first_of_equal_ones():
@@ -210,26 +215,27 @@ def test_a_rollback_begins_the_counts_anew_and_scales_rate_and_kl():
 
 def test_what_is_told_has_the_figures():
     guard = Guard(GuardSettings(), 64)
-    told = [guard.check(step, HEALTHY | ({"malformed_ratio": 0.9} if step > 1 else {})) for step in range(1, 7)][
+    message = [guard.check(step, HEALTHY | ({"malformed_ratio": 0.9} if step > 1 else {})) for step in range(1, 7)][
         -1
     ].message
-    assert told == "91% of the episodes are malformed or cut off (5% at the start), 5 rounds in a row"
+    assert message == "91% of the episodes are malformed or cut off (5% at the start), 5 rounds in a row"
 
 
 def test_a_guard_goes_on_from_its_state():
     generator = random.Random(0)
     changes = (("malformed_ratio", (0.0, 0.9)), ("logps/right", (-0.05, -0.1, -0.9)))
     rounds = [HEALTHY | {name: generator.choice(values) for name, values in changes} for _ in range(200)]
-    one, told = Guard(GuardSettings(guard_patience=3), 64), []
+    guard = Guard(GuardSettings(guard_patience=3), 64)
+    raised = []
     for step, record in enumerate(rounds, 1):
         each = fewer(generator.randrange(20)) if step % 5 == 0 else None
-        other = Guard(GuardSettings(guard_patience=3), 64)
-        other.load_state_dict(json.loads(json.dumps(one.state_dict())))
-        told.append(one.check(step, record, each))
-        assert other.check(step, record, each) == told[-1] and other.state_dict() == one.state_dict()
-        if told[-1]:
-            one.rolled_back()
-    assert any(told) and one.rollbacks == sum(map(bool, told))
+        restored = Guard(GuardSettings(guard_patience=3), 64)
+        restored.load_state_dict(json.loads(json.dumps(guard.state_dict())))
+        raised.append(guard.check(step, record, each))
+        assert restored.check(step, record, each) == raised[-1] and restored.state_dict() == guard.state_dict()
+        if raised[-1]:
+            guard.rolled_back()
+    assert any(raised) and guard.rollbacks == sum(map(bool, raised))
 
 
 # Healthy runs
@@ -266,7 +272,7 @@ def test_real_healthy_runs_raise_no_alarm(run, count, episodes):
 
 
 @pytest.mark.parametrize(
-    ("broken", "told"),
+    ("broken", "message"),
     [
         ({"rounds": "many"}, "rounds"),
         ({"first": [3]}, r"first\[0\]"),
@@ -277,17 +283,17 @@ def test_real_healthy_runs_raise_no_alarm(run, count, episodes):
         ({"best": {"step": 1, "each": []}}, "best.each"),
     ],
 )
-def test_a_state_that_is_none_is_refused(broken, told):
+def test_a_state_that_is_none_is_refused(broken, message):
     guard = Guard(USUAL, 64)
     guard.check(1, HEALTHY, RIGHT)
-    with pytest.raises(R3LiteError, match=told):
+    with pytest.raises(R3LiteError, match=message):
         Guard(USUAL, 64).load_state_dict(json.loads(json.dumps(guard.state_dict())) | broken)
 
 
 def test_rewards_of_other_weights_are_not_compared():
     """At a curriculum's switch the reward fell by half: that all of it is learned was told as a loss of variance."""
     learned = {"frac_reward_zero_std": 1.0, "reward": 0.4}
-    for forgets, found in ((False, 11), (True, None)):
+    for forgets, alarm_step in ((False, 11), (True, None)):
         guard = Guard(USUAL, 64)
         each = {}
         for step, changes in enumerate([{}] * 5 + [learned] * 6, 1):
@@ -297,4 +303,4 @@ def test_rewards_of_other_weights_are_not_compared():
                 assert guard.best.reward is guard.best_reward is guard.peak is None
             alarm = guard.check(step, HEALTHY | changes)
             each |= {step: alarm.limit} if alarm else {}
-        assert each == ({found: "guard_variance"} if found else {})
+        assert each == ({alarm_step: "guard_variance"} if alarm_step else {})

@@ -45,8 +45,8 @@ class Run:
         return {name: x.detach().clone() for name, x in both.items()}
 
 
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(x, other[name]) for name, x in one.items())
+def equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(x, second[name]) for name, x in first.items())
 
 
 def test_the_rate_follows_the_slope_of_the_distance_by_hand():
@@ -114,15 +114,15 @@ def test_an_update_that_went_too_far_is_taken_back_with_its_moments(first):
     if not first:
         run.take(0.0025)
     twin = Run([1.0] * 4)
-    before = twin.tensors()
+    tensors_before = twin.tensors()
     if not first:
         twin.take(0.0)
-        before = twin.tensors()
-    assert not equal(before, run.tensors())
+        tensors_before = twin.tensors()
+    assert not equal(tensors_before, run.tensors())
     run.precision.changed_weights = False
     assert not run.take(0.05)
     assert run.precision.changed_weights
-    assert equal(before, run.tensors()) and (".exp_avg" in "".join(before)) != first
+    assert equal(tensors_before, run.tensors()) and (".exp_avg" in "".join(tensors_before)) != first
     assert run.budget.metrics["kl_budget/taken_back"] == 1 and run.budget.path == (0 if first else 1)
     assert run.take(0.05)  # the update before it stays
     assert run.budget.metrics["kl_budget/taken_back"] == 0
@@ -135,10 +135,10 @@ def test_the_rate_after_an_update_that_was_taken_back_by_hand():
     run.take(0.0)
     assert not run.take(0.36)
     assert run.budget.scale == pytest.approx(1 / 6)
-    other = Run([1.0] * 4)
-    other.take(0.0)
-    assert not other.take(0.0101)  # little more than the limit: half at least
-    assert other.budget.scale == 0.5
+    second_run = Run([1.0] * 4)
+    second_run.take(0.0)
+    assert not second_run.take(0.0101)  # little more than the limit: half at least
+    assert second_run.budget.scale == 0.5
 
 
 def test_a_kl_that_is_not_surely_too_large_takes_nothing_back():
@@ -199,9 +199,9 @@ def test_after_a_rollback_of_the_guard_the_path_is_that_to_the_older_weights():
 def test_its_state_is_all_that_it_needs(stop):
     """The copies too: an update may be taken back in the first round after a resume."""
     kls = (0.001, 0.003, 0.05, 0.004, 0.02, 0.03)
-    whole, run = Run([1.0] * 6), Run([1.0] * 6)
+    uninterrupted, run = Run([1.0] * 6), Run([1.0] * 6)
     for kl in kls:
-        whole.take(kl)
+        uninterrupted.take(kl)
     for kl in kls[:stop]:
         run.take(kl)
     state = run.budget.state_dict()
@@ -216,8 +216,8 @@ def test_its_state_is_all_that_it_needs(stop):
     taken_back = 0
     for kl in kls[stop:]:
         taken_back += not resumed.take(kl)
-    assert equal(whole.tensors(), resumed.tensors())
-    assert whole.budget.metrics == resumed.budget.metrics
+    assert equal(uninterrupted.tensors(), resumed.tensors())
+    assert uninterrupted.budget.metrics == resumed.budget.metrics
     assert taken_back == (stop < 3)
 
 

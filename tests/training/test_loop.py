@@ -35,7 +35,7 @@ class ToyConfig:
     model: ModelSettings = ModelSettings(model="tiny")
 
 
-class Seen:
+class StepLog:
     """Which steps were begun: state of the trainer's own."""
 
     def __init__(self):
@@ -59,8 +59,10 @@ class Toy:
             optim.ParameterGroup({"value": self.value}, 1e-3),
         ]
         precision = Precision(dtype, torch.device("cpu"))
-        self.seen = Seen()
-        self.state = TrainState(optim.adamw(groups, 0.01), precision, 1.0, self.save_adapter, parts={"seen": self.seen})
+        self.step_log = StepLog()
+        self.state = TrainState(
+            optim.adamw(groups, 0.01), precision, 1.0, self.save_adapter, parts={"step_log": self.step_log}
+        )
         self.total = TOTAL
         self.before_update = self.after_update = self.at_end = lambda number: None
 
@@ -68,7 +70,7 @@ class Toy:
         (folder / "adapter_config.json").write_text(json.dumps({"sum": self.policy.sum().item()}))
 
     def step(self, number: int) -> tuple[dict, int]:
-        self.seen.steps.append(number)
+        self.step_log.steps.append(number)
         x = torch.randn(3, 4)
         self.before_update(number)
         for _ in range(2):
@@ -87,17 +89,17 @@ def run(toy: Toy, command: str = "sft", default_output: str = "unused", **settin
         return loop.train(folder, toy)
 
 
-def assert_same(toy: Toy, output: Path, other: Toy, other_output: Path) -> None:
+def assert_same(toy: Toy, output: Path, other_toy: Toy, other_output: Path) -> None:
     """Weights, optimizer, random stream, recipe's state and metrics are equal to the bit."""
-    for one, two in ((toy, other),):
-        assert torch.equal(one.policy, two.policy)
-        assert torch.equal(one.value, two.value)
-        mine, theirs = (optim.state_tensors(t.state.optimizer) for t in (one, two))
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(mine[k], theirs[k]) for k in mine)
-        assert one.seen.steps == two.seen.steps
-        assert one.state.num_tokens == two.state.num_tokens
-        assert one.state.precision.state_dict() == two.state.precision.state_dict()
+    assert torch.equal(toy.policy, other_toy.policy)
+    assert torch.equal(toy.value, other_toy.value)
+    tensors = optim.state_tensors(toy.state.optimizer)
+    other_tensors = optim.state_tensors(other_toy.state.optimizer)
+    assert tensors.keys() == other_tensors.keys()
+    assert all(torch.equal(tensors[k], other_tensors[k]) for k in tensors)
+    assert toy.step_log.steps == other_toy.step_log.steps
+    assert toy.state.num_tokens == other_toy.state.num_tokens
+    assert toy.state.precision.state_dict() == other_toy.state.precision.state_dict()
     logs = [[metrics.repeatable(r) for r in metrics.read(o / run_files.METRICS)] for o in (output, other_output)]
     assert logs[0] == logs[1]
     assert [r["step"] for r in logs[0]] == list(range(1, TOTAL + 1))
@@ -106,7 +108,7 @@ def assert_same(toy: Toy, output: Path, other: Toy, other_output: Path) -> None:
 
 
 @pytest.fixture
-def whole(tmp_path):
+def full_run(tmp_path):
     """A run that nothing interrupted."""
     toy, output = Toy(), tmp_path / "whole"
     assert run(toy, output=str(output))
@@ -114,31 +116,31 @@ def whole(tmp_path):
 
 
 @pytest.mark.parametrize("stops", [(1,), (3,), (2, 4)])
-def test_stopped_and_resumed_equals_uninterrupted_to_the_bit(tmp_path, whole, stops):
+def test_stopped_and_resumed_equals_uninterrupted_to_the_bit(tmp_path, full_run, stops):
     output = tmp_path / "parts"
     for stop in stops:
         assert not run(Toy(), output=str(output), stop_after=stop, resume="auto")
         assert not (output / "summary.json").exists()
     resumed = Toy()
     assert run(resumed, output=str(output), resume="auto")
-    assert_same(*whole, resumed, output)
+    assert_same(*full_run, resumed, output)
 
 
 def test_the_scaler_of_fp16_is_resumed_too(tmp_path):
-    whole = Toy(torch.float16)
-    run(whole, output=str(tmp_path / "whole"))
+    uninterrupted = Toy(torch.float16)
+    run(uninterrupted, output=str(tmp_path / "whole"))
     run(Toy(torch.float16), output=str(tmp_path / "parts"), stop_after=3)
     resumed = Toy(torch.float16)
     run(resumed, output=str(tmp_path / "parts"), resume="auto")
     assert resumed.state.precision.skipped > 0  # the first scale is too large: a step has been skipped
-    assert_same(whole, tmp_path / "whole", resumed, tmp_path / "parts")
+    assert_same(uninterrupted, tmp_path / "whole", resumed, tmp_path / "parts")
 
 
-def test_a_run_goes_on_in_another_folder_from_a_named_checkpoint(tmp_path, whole):
+def test_a_run_goes_on_in_another_folder_from_a_named_checkpoint(tmp_path, full_run):
     resumed, output = Toy(), tmp_path / "fork"
-    assert run(resumed, output=str(output), resume=str(whole[1] / "checkpoint-3"))
-    assert_same(*whole, resumed, output)
-    assert list(checkpoint.folders_by_step(whole[1])) == [3, 6, 8]  # untouched
+    assert run(resumed, output=str(output), resume=str(full_run[1] / "checkpoint-3"))
+    assert_same(*full_run, resumed, output)
+    assert list(checkpoint.folders_by_step(full_run[1])) == [3, 6, 8]  # untouched
     assert list(checkpoint.folders_by_step(output)) == [6, 8]
 
 
@@ -157,22 +159,22 @@ def test_a_run_says_what_it_resumes(tmp_path, capsys):
         run(Toy(), resume=str(tmp_path / "frok"))
 
 
-def test_going_back_to_a_checkpoint_removes_what_came_after_it(tmp_path, whole, capsys):
-    assert not run(Toy(), resume=str(whole[1] / "checkpoint-3"), stop_after=1)
-    assert list(checkpoint.folders_by_step(whole[1])) == [3, 4]
+def test_going_back_to_a_checkpoint_removes_what_came_after_it(tmp_path, full_run, capsys):
+    assert not run(Toy(), resume=str(full_run[1] / "checkpoint-3"), stop_after=1)
+    assert list(checkpoint.folders_by_step(full_run[1])) == [3, 4]
     assert "removing" in capsys.readouterr().err
-    assert not (whole[1] / "summary.json").exists()  # the run is not complete any more
-    assert [r["step"] for r in metrics.read(whole[1] / run_files.METRICS)] == [1, 2, 3, 4]
+    assert not (full_run[1] / "summary.json").exists()  # the run is not complete any more
+    assert [r["step"] for r in metrics.read(full_run[1] / run_files.METRICS)] == [1, 2, 3, 4]
 
 
-def test_a_corrupt_newest_checkpoint_is_passed_over(tmp_path, whole, capsys):
+def test_a_corrupt_newest_checkpoint_is_passed_over(tmp_path, full_run, capsys):
     output = tmp_path / "parts"
     run(Toy(), output=str(output), stop_after=7)
     (output / "checkpoint-7" / "weights.safetensors").write_bytes(b"torn")
     resumed = Toy()
     assert run(resumed, output=str(output), resume="auto")
     assert f"warning: skipping {output / 'checkpoint-7'}: " in capsys.readouterr().err
-    assert_same(*whole, resumed, output)
+    assert_same(*full_run, resumed, output)
 
 
 def test_no_sound_checkpoint_is_an_error_and_no_silent_fresh_start(tmp_path):
@@ -182,15 +184,15 @@ def test_no_sound_checkpoint_is_an_error_and_no_silent_fresh_start(tmp_path):
         run(Toy(), output=str(tmp_path), resume="auto")
 
 
-def test_a_finished_run_resumed_is_left_as_it_is(tmp_path, whole):
-    _, output = whole
-    before = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "summary.json"}
+def test_a_finished_run_resumed_is_left_as_it_is(tmp_path, full_run):
+    _, output = full_run
+    snapshot = {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "summary.json"}
     assert run(Toy(), output=str(output), resume="auto")
-    assert before == {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "summary.json"}
+    assert snapshot == {p: p.read_bytes() for p in output.rglob("*") if p.is_file() and p.name != "summary.json"}
 
 
-def test_what_a_run_folder_holds(whole):
-    toy, output = whole
+def test_what_a_run_folder_holds(full_run):
+    toy, output = full_run
     files = {p.name for p in output.iterdir()}
     checkpoints = {f"checkpoint-{n}" for n in (3, 6, 8)}
     assert files == {"config.toml", "metrics.jsonl", "summary.json", "adapter", *checkpoints}
@@ -219,15 +221,15 @@ def test_the_saved_config_goes_on_with_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"learning_rate": 0.5, "seed": 3}, r"learning_rate \(was 0.01, is 0.5\), seed \(was 0, is 3\)"),
         ({"max_steps": 99}, r"max_steps \(was None, is 99\)"),
     ],
 )
-def test_other_settings_are_refused_by_name(tmp_path, settings, told):
+def test_other_settings_are_refused_by_name(tmp_path, settings, message):
     run(Toy(), output=str(tmp_path), stop_after=2)
-    with pytest.raises(R3LiteError, match=told) as error:
+    with pytest.raises(R3LiteError, match=message) as error:
         run(Toy(), output=str(tmp_path), resume="auto", **settings)
     assert "config.toml" in error.value.remedy
     assert run(Toy(), output=str(tmp_path), resume="auto", save_every=5, keep_checkpoints=1)  # change no number
@@ -251,11 +253,11 @@ def test_a_run_that_is_older_than_a_setting_is_resumed_with_its_default_only(tmp
 
 def test_other_data_command_dtype_or_weights_are_refused(tmp_path):
     run(Toy(), output=str(tmp_path), stop_after=2)
-    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
-    other = Toy()
-    other.state.data = "other rows"
+    snapshot = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+    other_toy = Toy()
+    other_toy.state.data = "other rows"
     with raises(R3LiteError, "data-changed"):
-        run(other, output=str(tmp_path), resume="auto")
+        run(other_toy, output=str(tmp_path), resume="auto")
     with raises(R3LiteError, "checkpoint-of-other-command", "sft", "ppo"):
         run(Toy(), "ppo", output=str(tmp_path), resume="auto")
     with raises(R3LiteError, "checkpoint-precision-differs", "dtype"):
@@ -264,11 +266,11 @@ def test_other_data_command_dtype_or_weights_are_refused(tmp_path):
     smaller.state.optimizer = optim.adamw([optim.ParameterGroup({"policy": smaller.policy}, 1.0)], 0.0)
     with raises(R3LiteError, "checkpoint-weights-differ", "value"):
         run(smaller, output=str(tmp_path), resume="auto")
-    assert before == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}  # a refusal touches nothing
+    assert snapshot == {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}  # a refusal touches nothing
 
 
-def test_a_folder_of_another_run_is_refused(tmp_path, whole):
-    for settings in ({"output": str(whole[1])}, {"output": str(tmp_path), "resume": str(whole[1])}):
+def test_a_folder_of_another_run_is_refused(tmp_path, full_run):
+    for settings in ({"output": str(full_run[1])}, {"output": str(tmp_path), "resume": str(full_run[1])}):
         with raises(R3LiteError, "output-not-empty"):
             run(Toy(), **settings)
     with raises(R3LiteError, "resume-absent"):
@@ -300,11 +302,11 @@ posix = pytest.mark.skipif(os.name == "nt", reason="os.kill ends the process on 
 @posix
 @pytest.mark.parametrize(("which", "error"), [(signal.SIGTERM, Terminated), (signal.SIGINT, KeyboardInterrupt)])
 @pytest.mark.parametrize(("moment", "saved"), [("before_update", 4), ("after_update", 5), ("at_end", 5)])
-def test_an_interrupted_run_saves_and_resumes_to_the_bit(tmp_path, whole, which, error, moment, saved):
+def test_an_interrupted_run_saves_and_resumes_to_the_bit(tmp_path, full_run, which, error, moment, saved):
     """Before the first update of a step the step has not been; after it the step must be whole."""
     output, toy = tmp_path / "parts", Toy()
-    left = [which]
-    setattr(toy, moment, lambda number: number == 5 and left and interrupt(number, 5, left.pop()))
+    pending_signals = [which]
+    setattr(toy, moment, lambda number: number == 5 and pending_signals and interrupt(number, 5, pending_signals.pop()))
     handlers = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with pytest.raises(error):
         run(toy, output=str(output))
@@ -312,7 +314,7 @@ def test_an_interrupted_run_saves_and_resumes_to_the_bit(tmp_path, whole, which,
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == handlers
     resumed = Toy()
     assert run(resumed, output=str(output), resume="auto")
-    assert_same(*whole, resumed, output)
+    assert_same(*full_run, resumed, output)
 
 
 @posix

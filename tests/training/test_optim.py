@@ -90,19 +90,19 @@ def test_its_state_goes_through_tensors_to_the_bit():
 
 
 def test_its_steps_are_those_of_adamw_to_the_bit():
-    own = two_groups()
-    copies = [parameter.detach().clone().requires_grad_() for parameter in optim.parameters(own).values()]
-    settings = {name: own.defaults[name] for name in ("weight_decay", "fused")}
-    groups = [{"params": [copy], "lr": group["lr"]} for copy, group in zip(copies, own.param_groups, strict=True)]
-    other = torch.optim.AdamW(groups, **settings)
+    ours = two_groups()
+    copies = [parameter.detach().clone().requires_grad_() for parameter in optim.parameters(ours).values()]
+    settings = {name: ours.defaults[name] for name in ("weight_decay", "fused")}
+    groups = [{"params": [copy], "lr": group["lr"]} for copy, group in zip(copies, ours.param_groups, strict=True)]
+    reference = torch.optim.AdamW(groups, **settings)
     for seed in range(4):
-        backward(own, seed)
-        for copy, parameter in zip(copies, optim.parameters(own).values(), strict=True):
+        backward(ours, seed)
+        for copy, parameter in zip(copies, optim.parameters(ours).values(), strict=True):
             copy.grad = parameter.grad.clone()
-        for optimizer in (own, other):
+        for optimizer in (ours, reference):
             optimizer.step()
             optimizer.zero_grad()
-    for copy, parameter in zip(copies, optim.parameters(own).values(), strict=True):
+    for copy, parameter in zip(copies, optim.parameters(ours).values(), strict=True):
         assert torch.equal(copy, parameter) and parameter.grad is None
 
 

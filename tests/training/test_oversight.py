@@ -26,7 +26,7 @@ class Script:
         self.toy = toy
 
     def measure(self) -> tuple[dict, list[float]]:
-        f1 = self.toy.f1s[len(self.toy.seen.steps)]
+        f1 = self.toy.f1s[len(self.toy.step_log.steps)]
         right = round(f1 * QUESTIONS)
         return {"f1": f1}, [1.0] * right + [0.0] * (QUESTIONS - right)
 
@@ -46,8 +46,8 @@ class Watched(Toy):
         self.rates.append(self.state.optimizer.param_groups[0]["lr"])
         self.kl_scales.append(self.guard.kl_scale)
         record, tokens = super().step(number)
-        more = {"malformed_ratio": float(number in self.bad), "completions/clipped_ratio": 0.0}
-        return record | more, tokens
+        extra_metrics = {"malformed_ratio": float(number in self.bad), "completions/clipped_ratio": 0.0}
+        return record | extra_metrics, tokens
 
 
 def build_oversight(folder: RunFolder, toy: Watched, validation: Script | None) -> Oversight:
@@ -93,8 +93,8 @@ def test_without_validation_the_last_adapter_is_the_adapter_and_alarms_are_told_
     assert run(Watched(**COLLAPSE), validated=False, output=str(tmp_path))
     assert list(checkpoint.folders_by_step(tmp_path)) == [8]
     assert json.loads((tmp_path / "summary.json").read_text())["adapter_step"] == 8
-    told = [line for line in capsys.readouterr().err.splitlines() if "guard" in line]
-    assert told == [
+    guard_lines = [line for line in capsys.readouterr().err.splitlines() if "guard" in line]
+    assert guard_lines == [
         "warning: step 7: 100% of the episodes are malformed or cut off (0% at the start), 2 rounds in a row "
         "(--guard-malformed): the run may be collapsing; a rollback needs --eval-data"
     ]
@@ -111,8 +111,8 @@ def test_a_collapse_goes_back_to_the_best_weights_and_on_with_smaller_steps(tmp_
     toy = Watched(**COLLAPSE)
     assert run(toy, output=str(tmp_path / "run"), resume="auto")
     assert toy.rates == [pytest.approx(plain.rates[-1] / 4)] and toy.kl_scales == [2.0]
-    told = [line for line in capsys.readouterr().err.splitlines() if "guard" in line]
-    assert told == [
+    guard_lines = [line for line in capsys.readouterr().err.splitlines() if "guard" in line]
+    assert guard_lines == [
         "step 7: 100% of the episodes are malformed or cut off (0% at the start), 2 rounds in a row (--guard-malformed)"
         "; rollback 1 of 1 to step 4 (validation F1 0.797), learning rate x 0.25, KL weight x 2"
     ]
@@ -123,12 +123,13 @@ def test_a_collapse_goes_back_to_the_best_weights_and_on_with_smaller_steps(tmp_
 
 @pytest.mark.parametrize("stop", range(1, TOTAL))
 def test_stopped_anywhere_and_resumed_equals_uninterrupted(tmp_path, stop):
-    whole, output = Watched(**COLLAPSE), tmp_path / "parts"
-    assert run(whole, output=str(tmp_path / "whole"))
+    uninterrupted = Watched(**COLLAPSE)
+    output = tmp_path / "parts"
+    assert run(uninterrupted, output=str(tmp_path / "whole"))
     assert not run(Watched(**COLLAPSE), output=str(output), stop_after=stop, save_every=3)
     resumed = Watched(**COLLAPSE)
     assert run(resumed, output=str(output), resume="auto")
-    assert resumed.guard.state_dict() == whole.guard.state_dict() and whole.guard.rollbacks == 1
+    assert resumed.guard.state_dict() == uninterrupted.guard.state_dict() and uninterrupted.guard.rollbacks == 1
     same_metrics = [
         [metrics.repeatable(r) for r in metrics.read(o / run_files.METRICS)] for o in (tmp_path / "whole", output)
     ]
@@ -155,16 +156,16 @@ class Budgeted(Watched):
 @pytest.mark.parametrize("stop", [4, 6, 7])
 def test_the_path_of_a_kl_budget_goes_back_with_the_weights(tmp_path, stop):
     """The path stayed that of the collapsed weights. The best weights are those after step 4."""
-    whole = Budgeted(**COLLAPSE)
-    assert run(whole, output=str(tmp_path / "whole"))
-    assert whole.paths[7] == whole.paths[4] < whole.paths[5]
+    uninterrupted = Budgeted(**COLLAPSE)
+    assert run(uninterrupted, output=str(tmp_path / "whole"))
+    assert uninterrupted.paths[7] == uninterrupted.paths[4] < uninterrupted.paths[5]
     first, resumed = Budgeted(**COLLAPSE), Budgeted(**COLLAPSE)
     assert not run(first, output=str(tmp_path / "parts"), stop_after=stop)
     assert run(resumed, output=str(tmp_path / "parts"), resume="auto")
-    assert first.paths + resumed.paths == whole.paths
-    assert resumed.budget.state_dict().keys() == whole.budget.state_dict().keys()
+    assert first.paths + resumed.paths == uninterrupted.paths
+    assert resumed.budget.state_dict().keys() == uninterrupted.budget.state_dict().keys()
     for name in STATE:
-        assert getattr(resumed.budget, name) == getattr(whole.budget, name)
+        assert getattr(resumed.budget, name) == getattr(uninterrupted.budget, name)
 
 
 def test_after_the_last_rollback_the_update_of_the_collapse_cannot_be_taken_back(tmp_path):
@@ -189,15 +190,16 @@ def test_killed_anywhere_and_resumed_equals_uninterrupted(tmp_path, at):
         if number == at:
             raise Killed
 
-    whole, output = Watched(**COLLAPSE), tmp_path / "parts"
-    assert run(whole, output=str(tmp_path / "whole"))
+    uninterrupted = Watched(**COLLAPSE)
+    output = tmp_path / "parts"
+    assert run(uninterrupted, output=str(tmp_path / "whole"))
     killed = Watched(**COLLAPSE)
     killed.at_end = die
     with pytest.raises(Killed):
         run(killed, output=str(output))
     resumed = Watched(**COLLAPSE)
     assert run(resumed, output=str(output), resume="auto")
-    assert resumed.guard.state_dict() == whole.guard.state_dict()
+    assert resumed.guard.state_dict() == uninterrupted.guard.state_dict()
     logs = [[metrics.repeatable(r) for r in metrics.read(o / run_files.METRICS)] for o in (tmp_path / "whole", output)]
     assert logs[0] == logs[1] and [r["step"] for r in logs[0]] == list(range(TOTAL + 1))
     assert all(torch.equal(w, weights(output, TOTAL)[name]) for name, w in weights(tmp_path / "whole", TOTAL).items())
@@ -220,20 +222,20 @@ def test_after_the_last_rollback_the_run_stops_with_the_reason_and_the_best_adap
 
 def broken(at: int, late: bool = False, **toy) -> Watched:
     """A toy whose weights are nan when step `at` begins; it is noticed then, or after the first update of the step."""
-    made = Watched(**toy)
-    made.explain_overflow = lambda: "layer 3"
+    watched = Watched(**toy)
+    watched.explain_overflow = lambda: "layer 3"
 
     def fail(number: int) -> None:
         if number == at:
             with torch.no_grad():
-                made.policy.fill_(float("nan"))
+                watched.policy.fill_(float("nan"))
             if not late:
                 raise NotFinite(
                     "question 7: the model's logits are not finite: layer 3\nmore", "Pass --dtype fp32.", code="broken"
                 )
 
-    made.before_update, made.after_update = (lambda n: None, fail) if late else (fail, lambda n: None)
-    return made
+    watched.before_update, watched.after_update = (lambda n: None, fail) if late else (fail, lambda n: None)
+    return watched
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -241,14 +243,14 @@ def test_weights_that_are_nan_are_rolled_back(tmp_path, capsys, late):
     assert not run(broken(6, late, f1s=RISING), output=str(tmp_path), stop_after=6)
     assert all(torch.equal(w, weights(tmp_path, 4)[name]) for name, w in weights(tmp_path, 6).items())
     assert run(broken(6, late, f1s=RISING), output=str(tmp_path), resume="auto")
-    told = [line for line in capsys.readouterr().err.splitlines() if "rollback" in line]
-    what = (
+    rollback_lines = [line for line in capsys.readouterr().err.splitlines() if "rollback" in line]
+    cause = (
         "the gradients are not finite (norm nan); nothing was updated"
         if late
         else ("question 7: the model's logits are not finite: layer 3")
     )
-    assert told == [
-        f"step 6: {what}; rollback 1 of 1 to step 4 (validation F1 0.797), learning rate x 0.25, KL weight x 2"
+    assert rollback_lines == [
+        f"step 6: {cause}; rollback 1 of 1 to step 4 (validation F1 0.797), learning rate x 0.25, KL weight x 2"
     ]
     records = {r["step"]: r for r in metrics.read(tmp_path / run_files.METRICS)}
     assert list(records) == list(range(TOTAL + 1)) and records[6]["guard/alarm"] == "not_finite"
@@ -257,22 +259,22 @@ def test_weights_that_are_nan_are_rolled_back(tmp_path, capsys, late):
 
 @pytest.mark.parametrize("stop", [4, 5, 6, 7])
 def test_stopped_around_a_rollback_from_nan_and_resumed_equals_uninterrupted(tmp_path, stop):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert run(broken(6, f1s=RISING), output=str(whole))
+    uninterrupted, parts = tmp_path / "whole", tmp_path / "parts"
+    assert run(broken(6, f1s=RISING), output=str(uninterrupted))
     assert not run(broken(6, f1s=RISING), output=str(parts), stop_after=stop, save_every=3)
     assert run(broken(6, f1s=RISING), output=str(parts), resume="auto")
-    logs = [[metrics.repeatable(r) for r in metrics.read(o / run_files.METRICS)] for o in (whole, parts)]
+    logs = [[metrics.repeatable(r) for r in metrics.read(o / run_files.METRICS)] for o in (uninterrupted, parts)]
     assert logs[0] == logs[1]
-    assert all(torch.equal(w, weights(parts, TOTAL)[name]) for name, w in weights(whole, TOTAL).items())
+    assert all(torch.equal(w, weights(parts, TOTAL)[name]) for name, w in weights(uninterrupted, TOTAL).items())
 
 
 def test_a_validation_that_finds_nan_is_rolled_back(tmp_path):
     toy = Watched(RISING)
-    measure, toy.after_update = Script.measure, lambda n: None
+    measure = Script.measure
 
     class Nan(Script):
         def measure(self):
-            if len(self.toy.seen.steps) == 6:
+            if len(self.toy.step_log.steps) == 6:
                 raise NotFinite("not a number", "", code="broken")
             return measure(self)
 
@@ -302,13 +304,13 @@ def test_without_a_way_back_nan_ends_the_run_as_it_is(tmp_path, capsys, validate
 
 
 def test_a_run_that_goes_on_elsewhere_takes_its_best_checkpoint_along(tmp_path):
-    whole = Watched(**COLLAPSE)
-    assert run(whole, output=str(tmp_path / "whole"))
+    uninterrupted = Watched(**COLLAPSE)
+    assert run(uninterrupted, output=str(tmp_path / "whole"))
     assert not run(Watched(**COLLAPSE), output=str(tmp_path / "run"), stop_after=6)
     fork = Watched(**COLLAPSE)
     assert run(fork, output=str(tmp_path / "fork"), resume=str(tmp_path / "run"))
     assert list(checkpoint.folders_by_step(tmp_path / "fork")) == [4, 8]
-    assert fork.guard.state_dict() == whole.guard.state_dict()
+    assert fork.guard.state_dict() == uninterrupted.guard.state_dict()
     assert list(checkpoint.folders_by_step(tmp_path / "run")) == [4, 6]
 
 
@@ -328,9 +330,9 @@ def test_a_checkpoint_of_an_earlier_version_has_no_guard_and_is_resumed(tmp_path
 
 
 def test_a_run_watched_and_not_watched_takes_the_same_steps(tmp_path):
-    one = Watched(RISING)
-    assert run(one, validated=False, output=str(tmp_path / "one"))
-    other = Watched(RISING)
+    watched = Watched(RISING)
+    assert run(watched, validated=False, output=str(tmp_path / "one"))
+    unwatched = Watched(RISING)
     with RunFolder("ppo", with_values(ToyConfig(), {"output": str(tmp_path / "other")}), "unused") as folder:
-        assert loop.train(folder, other)
-    assert_same(one, tmp_path / "one", other, tmp_path / "other")
+        assert loop.train(folder, unwatched)
+    assert_same(watched, tmp_path / "one", unwatched, tmp_path / "other")

@@ -29,14 +29,14 @@ def contents(folder) -> dict:
 def test_a_folder_in_which_another_process_writes_is_refused_before_it_is_read(tmp_path, monkeypatch):
     """Two runs at once both ended well, with one metrics.jsonl."""
     run(Toy(), output=str(tmp_path / "out"), stop_after=2)
-    before = contents(tmp_path)
+    contents_before = contents(tmp_path)
     monkeypatch.setattr(checkpoint, "newest_valid", lambda *_: pytest.fail("it was read"))
     with sole_writer(tmp_path / "out"):
         for settings in ({"resume": "auto", "output": str(tmp_path / "out")}, {"resume": str(tmp_path / "out")}):
             with raises(R3LiteError, "output-in-use", "pid", os.getpid()) as error:
                 RunFolder("sft", with_values(ToyConfig(), settings), "unused")
             assert "pass another output" in error.value.remedy
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == contents_before
 
 
 def test_a_run_keeps_its_folder_to_its_end_and_a_refusal_gives_it_back(tmp_path):
@@ -72,10 +72,10 @@ def test_resume_auto_does_not_begin_in_a_folder_of_something_else(tmp_path, file
     """An evaluation's config.toml was replaced."""
     for name in files:
         (tmp_path / name).write_text("[evaluate]\ntop_k = 3\n")
-    before = contents(tmp_path)
+    contents_before = contents(tmp_path)
     with pytest.raises(R3LiteError, match=r"is not a run of sft: .* has no \[sft\]|is not an empty folder"):
         run(Toy(), output=str(tmp_path), resume="auto")
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == contents_before
 
 
 def test_resume_auto_begins_afresh_in_a_folder_of_the_same_run_only(tmp_path):
@@ -83,10 +83,10 @@ def test_resume_auto_begins_afresh_in_a_folder_of_the_same_run_only(tmp_path):
         toy = Toy()
         toy.before_update = lambda number: 1 / 0
         run(toy, output=str(tmp_path), seed=3)
-    before = contents(tmp_path)
+    contents_before = contents(tmp_path)
     with raises(R3LiteError, "other-run", "sft", "learning_rate (was 0.01, is 0.5), seed (was 3, is 0"):
         run(Toy(), output=str(tmp_path), resume="auto", learning_rate=0.5)
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == contents_before
     assert run(Toy(), output=str(tmp_path), resume="auto", seed=3)
 
 
@@ -97,18 +97,18 @@ def test_a_log_that_a_shell_keeps_in_the_folder_is_not_in_the_way_of_resume_auto
 
 def test_changes_of_settings_are_told_but_for_the_free_ones():
     config = with_values(ToyConfig(), {"seed": 4, "save_every": 7})
-    then = json.loads(json.dumps(flat(ToyConfig())))
-    assert changes(then, config) == "seed (was 0, is 4)"
-    assert changes(then, config, {"seed"}) == ""
+    earlier_settings = json.loads(json.dumps(flat(ToyConfig())))
+    assert changes(earlier_settings, config) == "seed (was 0, is 4)"
+    assert changes(earlier_settings, config, {"seed"}) == ""
 
 
 def test_an_earlier_version_s_run_goes_on_though_the_default_of_a_judge_it_does_not_ask_has_changed():
-    then = json.loads(json.dumps(flat(PpoConfig()))) | {"judge_model": "gemini-2.5-flash"}
-    del then["judge_temperature"]  # which that version did not have
-    assert changes(then, PpoConfig()) == ""
-    asked = with_values(PpoConfig(), {"judge": "gemini", "judge_temperature": 0.5})
-    told = changes(then | {"judge": "gemini"}, asked)
-    assert told == (
+    earlier_settings = json.loads(json.dumps(flat(PpoConfig()))) | {"judge_model": "gemini-2.5-flash"}
+    del earlier_settings["judge_temperature"]  # which that version did not have
+    assert changes(earlier_settings, PpoConfig()) == ""
+    judged_config = with_values(PpoConfig(), {"judge": "gemini", "judge_temperature": 0.5})
+    differences = changes(earlier_settings | {"judge": "gemini"}, judged_config)
+    assert differences == (
         "judge_model (was gemini-2.5-flash, is gemini-3.5-flash-lite), judge_temperature (was None, is 0.5)"
     )
 
@@ -135,8 +135,8 @@ def test_a_link_to_a_checkpoint_is_that_of_its_run(tmp_path, monkeypatch, link):
 
 def resumed(folder, base) -> bool:
     config = with_values(ToyConfig(), {"output": str(folder), "model": str(base), "resume": "auto", "stop_after": 2})
-    with RunFolder("sft", config, "unused") as made:
-        return loop.train(made, Toy())
+    with RunFolder("sft", config, "unused") as run_folder:
+        return loop.train(run_folder, Toy())
 
 
 def test_a_base_that_was_changed_in_place_is_refused(tmp_path):
@@ -147,18 +147,18 @@ def test_a_base_that_was_changed_in_place_is_refused(tmp_path):
     resumed(output, base)
     resumed(output, base)
     (base / "model.safetensors").write_bytes(bytes(99) + b"x")
-    before = contents(output)
+    contents_before = contents(output)
     with raises(R3LiteError, "base-changed", "base") as error:
         resumed(output, base)
-    assert "--adapter" in error.value.remedy and contents(output) == before
+    assert "--adapter" in error.value.remedy and contents(output) == contents_before
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_fingerprint_and_is_resumed(tmp_path, monkeypatch):
     read = checkpoint.read
 
     def old(folder):
-        found = read(folder)
-        return dataclasses.replace(found, state={k: v for k, v in found.state.items() if k != "base"})
+        loaded = read(folder)
+        return dataclasses.replace(loaded, state={k: v for k, v in loaded.state.items() if k != "base"})
 
     (tmp_path / "base").mkdir()
     resumed(tmp_path / "out", tmp_path / "base")
@@ -174,10 +174,10 @@ def test_work_that_is_divided_otherwise_is_told(tmp_path, capsys):
     run(Toy(), output=str(tmp_path), stop_after=2, resume="auto")
     assert "warning" not in capsys.readouterr().err
     toy = Toy()
-    toy.seen.load_state_dict = lambda state: toy.seen.steps.append("other")
+    toy.step_log.load_state_dict = lambda state: toy.step_log.steps.append("other")
     run(toy, output=str(tmp_path), stop_after=1, resume="auto")
-    told = "the memory settings are not those of the checkpoint (seen.steps [1, 2, 3, 4] -> ['other']): "
-    assert told in capsys.readouterr().err
+    message = "the memory settings are not those of the checkpoint (step_log.steps [1, 2, 3, 4] -> ['other']): "
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("line", ["hello", '{"loss": 1}', '{"step": "x"}'])
@@ -185,19 +185,19 @@ def test_a_foreign_line_in_the_log_is_refused_and_nothing_is_changed(tmp_path, l
     """The log was cut there, and the records that followed were lost."""
     run(Toy(), output=str(tmp_path), stop_after=4)
     log = tmp_path / run_files.METRICS
-    first, rest = log.read_text().split("\n", 1)
-    log.write_text(f"{first}\n{line}\n{rest}")
-    before = contents(tmp_path)
+    first, remaining_lines = log.read_text().split("\n", 1)
+    log.write_text(f"{first}\n{line}\n{remaining_lines}")
+    contents_before = contents(tmp_path)
     with raises(R3LiteError, "foreign-line", "2", "a training run"):
         run(Toy(), resume=str(tmp_path / "checkpoint-3"))
-    assert contents(tmp_path) == before
+    assert contents(tmp_path) == contents_before
 
 
 def test_a_checkpoint_without_what_the_run_needs_is_refused(tmp_path):
     toy = Toy()
     toy.state.parts = {}
     run(toy, output=str(tmp_path), stop_after=2)
-    with raises(R3LiteError, "checkpoint-state-absent", "seen"):
+    with raises(R3LiteError, "checkpoint-state-absent", "step_log"):
         run(Toy(), output=str(tmp_path), resume="auto")
 
 
@@ -208,19 +208,20 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("error", [FULL, SafetensorError("No space left on device")])
-@pytest.mark.parametrize(("what", "calls"), [("the checkpoint of step 3", 0), ("the adapter", 3)])
-def test_what_cannot_be_written_is_told_with_a_remedy(tmp_path, what, calls, error):
-    toy, left = Toy(), [calls]
+@pytest.mark.parametrize(("artifact", "calls"), [("the checkpoint of step 3", 0), ("the adapter", 3)])
+def test_what_cannot_be_written_is_told_with_a_remedy(tmp_path, artifact, calls, error):
+    toy = Toy()
+    calls_left = [calls]
 
     def save_adapter(folder):
-        left[0] -= 1
-        if left[0] < 0:
+        calls_left[0] -= 1
+        if calls_left[0] < 0:
             raise error
 
     toy.state.save_adapter = save_adapter
-    with raises(R3LiteError, "run-unwritable", what, "No space left") as told:
+    with raises(R3LiteError, "run-unwritable", artifact, "No space left") as excinfo:
         run(toy, output=str(tmp_path))
-    assert "--resume auto" in told.value.remedy
+    assert "--resume auto" in excinfo.value.remedy
 
 
 def test_an_error_of_the_disk_within_a_step_tells_how_to_go_on(tmp_path, capsys):
@@ -245,9 +246,9 @@ class Reads(Toy):
 
 def test_a_run_whose_inputs_have_changed_is_refused_and_not_touched(tmp_path):
     run(Reads(prompts="a", corpus="b"), output=str(tmp_path), stop_after=2)
-    before = contents(tmp_path)
+    contents_before = contents(tmp_path)
     with raises(R3LiteError, "inputs-changed", "corpus") as error:
         run(Reads(prompts="a", corpus="c"), output=str(tmp_path), resume="auto")
-    assert "Restore it" in error.value.remedy and contents(tmp_path) == before
+    assert "Restore it" in error.value.remedy and contents(tmp_path) == contents_before
     # What only one of the two versions of r3lite knows of is taken to be the same.
     assert run(Reads(corpus="b", encoder="d"), output=str(tmp_path), resume="auto")

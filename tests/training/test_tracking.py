@@ -28,9 +28,9 @@ def logged(folder, track: str, records=RECORDS, done: int = 0) -> None:
 
 def scalars(folder) -> dict[str, list[tuple[int, float]]]:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = accumulator.EventAccumulator(str(folder / "tensorboard"))
-    found.Reload()
-    return {name: [(e.step, e.value) for e in found.Scalars(name)] for name in found.Tags()["scalars"]}
+    events = accumulator.EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {name: [(e.step, e.value) for e in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def test_tensorboard_has_the_same_numbers_under_the_same_names(tmp_path):
@@ -46,7 +46,8 @@ def test_a_resumed_run_hides_what_it_writes_again(tmp_path):
 
 def test_wandb_has_them_too_and_a_resumed_run_goes_on_there(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
-    begun, sent = [], []
+    init_calls = []
+    sent = []
 
     class Run:
         id = "abc"
@@ -57,21 +58,21 @@ def test_wandb_has_them_too_and_a_resumed_run_goes_on_there(tmp_path, monkeypatc
         def finish(self):
             sent.append("finished")
 
-    monkeypatch.setattr(wandb, "init", lambda **how: begun.append(how) or Run())
+    monkeypatch.setattr(wandb, "init", lambda **kwargs: init_calls.append(kwargs) or Run())
     logged(tmp_path, "wandb")
     assert sent == [(1, {"loss": 2.0}), (2, {"loss": 1.5, "eval/f1": 0.5}), "finished"]
-    assert begun[0]["project"] == "p" and begun[0]["name"] == "n" and begun[0]["config"]["seed"] == 7
-    assert begun[0]["id"] is None and (tmp_path / WANDB_ID).read_text() == "abc\n"
+    assert init_calls[0]["project"] == "p" and init_calls[0]["name"] == "n" and init_calls[0]["config"]["seed"] == 7
+    assert init_calls[0]["id"] is None and (tmp_path / WANDB_ID).read_text() == "abc\n"
     logged(tmp_path, "wandb", done=1)
-    assert (begun[1]["id"], begun[1]["resume"]) == ("abc", "allow")
+    assert (init_calls[1]["id"], init_calls[1]["resume"]) == ("abc", "allow")
     logged(tmp_path, "wandb")  # begun anew in the same folder: another run there
-    assert begun[2]["id"] is None
+    assert init_calls[2]["id"] is None
 
 
 def test_a_refusal_of_wandb_is_told_with_a_remedy(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
 
-    def init(**how):
+    def init(**kwargs):
         raise wandb.errors.UsageError("no API key")
 
     monkeypatch.setattr(wandb, "init", init)

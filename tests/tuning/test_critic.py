@@ -22,23 +22,24 @@ def failed(text="Where?"):
     return Episode(Question("q", text, ("there",)), steps, MALFORMED)
 
 
-@pytest.mark.parametrize(("name", "more"), [*((name, {}) for name in PROTOCOLS), ("r3", {"verification": True})])
-def test_the_form_is_what_the_protocol_reads(name, more):
-    made = Critic("init_prompt", build_protocol(ProtocolSettings(format=name, **more)))
-    forms, read = made.form, []
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in PROTOCOLS), ("r3", {"verification": True})])
+def test_the_form_is_what_the_protocol_reads(name, settings):
+    prompt_critic = Critic("init_prompt", build_protocol(ProtocolSettings(format=name, **settings)))
+    forms = prompt_critic.form
+    read = []
     for number, form in enumerate(forms):
-        read.append(made.protocol.parse(form, read))
+        read.append(prompt_critic.protocol.parse(form, read))
         assert not read[-1].faults and (read[-1].answer is not None) == (number == len(forms) - 1)
-    assert len(forms) == 1 + made.protocol.can_search + made.protocol.plans
+    assert len(forms) == 1 + prompt_critic.protocol.can_search + prompt_critic.protocol.plans
 
 
 def test_failures_are_shown_with_their_faults_and_are_data():
     request = critic().critique("Do. {question}", [failed(HOSTILE)], 2, 4, "1/2")
     data = json.loads(request.prompt)
-    (shown,) = data["episodes"]
-    assert data["prompt"] == "Do. {question}" and shown["question"] == HOSTILE and shown["final_answer"] is None
-    assert len(shown["steps"][0]["documents"][0]["text"]) == 512
-    assert [step["faults"] for step in shown["steps"]] == [[], ["was not finished within the token limit"]]
+    (episode,) = data["episodes"]
+    assert data["prompt"] == "Do. {question}" and episode["question"] == HOSTILE and episode["final_answer"] is None
+    assert len(episode["steps"][0]["documents"][0]["text"]) == 512
+    assert [step["faults"] for step in episode["steps"]] == [[], ["was not finished within the token limit"]]
     assert "yours is number 2" in request.system and "of 4" in request.system and HOSTILE not in request.system
     assert request.nonce == "1/2"
 

@@ -15,15 +15,15 @@ def scored(value):
 @pytest.fixture
 def history(tmp_path):
     """The first prompt with 0.3, and of it three new ones: 0.5, rejected, and 0.3."""
-    made = History(tmp_path / "history.json", "origin", "f1", "{question}")
-    made.score(made.candidates[0], scored(0.3))
-    made.close(RoundResult(0, 0, 0.0, 0.0, 0.0, 1.0))
-    made.add(Candidate(1, "a {question}", 1, 0, 1, "too short"))
-    made.add(Candidate(2, "b", 1, 0, 3, "too long", "it lost {question}"))
-    made.add(Candidate(3, "c {question}", 1, 0, 4, "too dull"))
-    made.score(made.candidates[1], scored(0.5))
-    made.score(made.candidates[3], scored(0.3))
-    return made
+    prompt_history = History(tmp_path / "history.json", "origin", "f1", "{question}")
+    prompt_history.score(prompt_history.candidates[0], scored(0.3))
+    prompt_history.close(RoundResult(0, 0, 0.0, 0.0, 0.0, 1.0))
+    prompt_history.add(Candidate(1, "a {question}", 1, 0, 1, "too short"))
+    prompt_history.add(Candidate(2, "b", 1, 0, 3, "too long", "it lost {question}"))
+    prompt_history.add(Candidate(3, "c {question}", 1, 0, 4, "too dull"))
+    prompt_history.score(prompt_history.candidates[1], scored(0.5))
+    prompt_history.score(prompt_history.candidates[3], scored(0.3))
+    return prompt_history
 
 
 def test_the_best_comes_first_and_of_equal_ones_the_older(history):
@@ -32,10 +32,10 @@ def test_the_best_comes_first_and_of_equal_ones_the_older(history):
 
 
 def test_a_round_goes_on_from_the_beam_of_the_rounds_before(history):
-    left = [(parent.id, branches) for parent, branches in history.open_branches(1, beam=2, branch=4)]
-    assert left == [(0, [2])]
-    left = [(parent.id, branches) for parent, branches in history.open_branches(2, beam=2, branch=3)]
-    assert left == [(1, [1, 2, 3]), (0, [1, 2, 3])]
+    open_branches = [(parent.id, branches) for parent, branches in history.open_branches(1, beam=2, branch=4)]
+    assert open_branches == [(0, [2])]
+    open_branches = [(parent.id, branches) for parent, branches in history.open_branches(2, beam=2, branch=3)]
+    assert open_branches == [(1, [1, 2, 3]), (0, [1, 2, 3])]
 
 
 def test_what_waits_is_neither_scored_nor_rejected(history):
@@ -46,19 +46,19 @@ def test_what_waits_is_neither_scored_nor_rejected(history):
 
 
 def test_it_is_read_back_as_it_was(history):
-    again = History(history.path, "origin", "f1", "{question}")
-    assert again.candidates == history.candidates and again.rounds == history.rounds
+    reread = History(history.path, "origin", "f1", "{question}")
+    assert reread.candidates == history.candidates and reread.rounds == history.rounds
     history.close(RoundResult(1, 1, 0.2, 0.1, 0.3, 0.004))
-    again = History(history.path, "origin", "f1", "{question}")
-    assert again.rounds == history.rounds and again.table() == history.table()
-    assert again.table().splitlines()[2:] == [
+    reread = History(history.path, "origin", "f1", "{question}")
+    assert reread.rounds == history.rounds and reread.table() == history.table()
+    assert reread.table().splitlines()[2:] == [
         "1             3         1     1   0.500 [0.400, 0.600]    +0.200 [+0.100, +0.300]",
         "rejected: 2, from 0: it lost {question}",
     ]
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"origin": "other"}, "has another first prompt"),
         ({"candidates": []}, "are not numbered from 0"),
@@ -67,10 +67,10 @@ def test_it_is_read_back_as_it_was(history):
         ({"rounds": [{"number": 0, "best": 0, "gained": "much"}]}, "gained is 'much'"),
     ],
 )
-def test_what_is_no_history_is_refused(history, change, told):
+def test_what_is_no_history_is_refused(history, change, message):
     record = json.loads(history.path.read_text(encoding="utf-8")) | change
     history.path.write_text(json.dumps(record), encoding="utf-8")
-    with pytest.raises(R3LiteError, match=told):
+    with pytest.raises(R3LiteError, match=message):
         History(history.path, "origin", "f1", "{question}")
 
 

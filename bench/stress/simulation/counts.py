@@ -47,17 +47,17 @@ class Counts:
         names = [each_field.name for each_field in fields(self)]
         return Counts(**{name: _difference(getattr(self, name), getattr(subtrahend, name)) for name in names})
 
-    def kernel(self, name: str, read: int, written: int, operations: int) -> None:
+    def kernel(self, name: str, bytes_read: int, bytes_written: int, operations: int) -> None:
         """Counts a kernel of the operator `name`, but no launch: within a graph, kernels are not launched one by one.
 
-        `read` and `written` are bytes, `operations` floating-point operations.
+        `bytes_read` and `bytes_written` are bytes, `operations` floating-point operations.
         """
         self.kernels += 1
-        self.read += read
-        self.written += written
+        self.read += bytes_read
+        self.written += bytes_written
         self.operations += operations
         self.operators[name] += 1
-        self.moved[name] += read + written
+        self.moved[name] += bytes_read + bytes_written
         self.computed[name] += operations
 
     def wait(self, why: str) -> None:

@@ -119,17 +119,17 @@ def written_by(function: OpOverload, args: tuple, kwargs: dict) -> list[Tensor]:
 
 
 def traffic(
-    function: OpOverload, args: tuple, inputs: list[Tensor], written: list[Tensor], results: list[Tensor]
+    function: OpOverload, args: tuple, inputs: list[Tensor], mutated: list[Tensor], results: list[Tensor]
 ) -> tuple[int, int]:
     """Returns the bytes that a kernel reads and the bytes that it writes. Each tensor counts once.
 
-    `written` has the inputs that the operator changes, `results` the tensors that it returns.
+    `mutated` has the inputs that the operator changes, `results` the tensors that it returns.
     """
     operator = function.overloadpacket
-    written_ids = set(map(id, written))
-    only_read = list({id(tensor): tensor for tensor in inputs if id(tensor) not in written_ids}.values())
-    new_results = [tensor for tensor in results if id(tensor) not in written_ids]
-    output_bytes = bytes_of([*written, *new_results])
+    mutated_ids = set(map(id, mutated))
+    only_read = list({id(tensor): tensor for tensor in inputs if id(tensor) not in mutated_ids}.values())
+    new_results = [tensor for tensor in results if id(tensor) not in mutated_ids]
+    output_bytes = bytes_of([*mutated, *new_results])
     if operator in PICKING:
         picked_bytes = min(size_of(args[0]), output_bytes)
         index_bytes = bytes_of([tensor for tensor in only_read if tensor is not args[0]])
@@ -143,8 +143,8 @@ def traffic(
         return bytes_of(only_read) + placed_bytes * reads_target, placed_bytes
     is_random = Tag.nondeterministic_seeded in function.tags  # such as normal_, which does not read what it overwrites
     is_in_place = operator._qualified_op_name.endswith("_")
-    reads_written = is_in_place and operator not in OVERWRITING and not is_random
-    return bytes_of(only_read) + bytes_of(written) * reads_written, output_bytes
+    reads_mutated = is_in_place and operator not in OVERWRITING and not is_random
+    return bytes_of(only_read) + bytes_of(mutated) * reads_mutated, output_bytes
 
 
 def operations(function: OpOverload, args: tuple, kwargs: dict, result: Any) -> int:

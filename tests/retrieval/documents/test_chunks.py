@@ -17,9 +17,9 @@ def test_tokens_are_counted_as_is_said():
 
 def test_sentences_are_cut_only_beyond_the_budget():
     text = "Dr. Lee came. He saw!  It\nrained\n\nWhy not? " + "again " * 5
-    found = ["Dr. Lee came.", "He saw!", "It\nrained", "Why not? again again again again again"]
-    assert list(sentences(text, 64)) == found
-    assert list(sentences(text, 5)) == [*found[:3], "Why not? again again", "again again again"]
+    expected = ["Dr. Lee came.", "He saw!", "It\nrained", "Why not? again again again again again"]
+    assert list(sentences(text, 64)) == expected
+    assert list(sentences(text, 5)) == [*expected[:3], "Why not? again again", "again again again"]
     assert list(sentences(" \n ", 4)) == []
 
 
@@ -65,10 +65,10 @@ def test_any_text_is_there_whole_and_no_chunk_is_over_the_budget(seed):
     text = " ".join(draw.choice(words) for _ in range(draw.randint(1, 400)))
     budget = draw.randint(16, 40)
     for overlap in (0, draw.randint(1, budget // 2)):
-        made = list(chunks(text, budget, overlap))
-        assert all(count_tokens(chunk) <= budget for chunk in made)
+        passages = list(chunks(text, budget, overlap))
+        assert all(count_tokens(chunk) <= budget for chunk in passages)
         at, letters = 0, "".join(text.split())  # each chunk begins no later than the last one ended
-        for chunk in ("".join(chunk.split()) for chunk in made):
+        for chunk in ("".join(chunk.split()) for chunk in passages):
             start = at if overlap == 0 else max(s for s in range(at + 1) if letters.startswith(chunk, s))
             assert letters.startswith(chunk, start)
             at = start + len(chunk)
@@ -77,14 +77,14 @@ def test_any_text_is_there_whole_and_no_chunk_is_over_the_budget(seed):
 
 @pytest.mark.parametrize("blanks", ["\n", " ", " \n", "\r\n", "\t"])
 def test_blanks_make_no_chunk_long_and_none_empty(blanks):
-    made = list(chunks("Start" + blanks * 80_000 + "end.", 120, 0))
-    assert [chunk.strip() for chunk in made] == ["Start", "end."]
-    assert all(count_tokens(chunk) <= 120 for chunk in made)
+    passages = list(chunks("Start" + blanks * 80_000 + "end.", 120, 0))
+    assert [chunk.strip() for chunk in passages] == ["Start", "end."]
+    assert all(count_tokens(chunk) <= 120 for chunk in passages)
 
 
 @pytest.mark.parametrize("piece", ["x", " ", ".", '."', ". ", "\n \n", "word ", "A. "])
 def test_a_huge_line_takes_no_time_to_speak_of(piece):
     start = time.perf_counter()
-    made = list(chunks(piece * 100_000, 128, 24))
+    passages = list(chunks(piece * 100_000, 128, 24))
     assert time.perf_counter() - start < 20
-    assert all(len(chunk) < 128 * 64 for chunk in made)
+    assert all(len(chunk) < 128 * 64 for chunk in passages)

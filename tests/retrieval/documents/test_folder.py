@@ -27,9 +27,9 @@ def fill(folder):
 
 
 def test_passages_have_paths_titles_and_budgets(tmp_path):
-    found = read_folder(fill(tmp_path / "docs"), SETTINGS)
-    assert found.files == 3 and found.skipped == []
-    by_path = {d.id.partition("#")[0]: d for d in found.documents}
+    folder = read_folder(fill(tmp_path / "docs"), SETTINGS)
+    assert folder.files == 3 and folder.skipped == []
+    by_path = {d.id.partition("#")[0]: d for d in folder.documents}
     assert list(by_path) == ["a.txt", "sub/b.MD", "sub/c.py"]
     assert by_path["a.txt"].title == "a"  # it names none: that of the file
     assert (by_path["sub/b.MD"].title, by_path["sub/b.MD"].text) == ("Guide > Go", "To Rome.")
@@ -39,15 +39,15 @@ def test_passages_have_paths_titles_and_budgets(tmp_path):
 
 
 def test_ids_are_the_same_elsewhere_and_stay_when_others_change(tmp_path):
-    before = read_folder(fill(tmp_path / "one"), SETTINGS).documents
-    assert read_folder(fill(tmp_path / "two"), SETTINGS).documents == before
+    docs_before = read_folder(fill(tmp_path / "one"), SETTINGS).documents
+    assert read_folder(fill(tmp_path / "two"), SETTINGS).documents == docs_before
     (tmp_path / "two" / "0.txt").write_text("New.", encoding="utf-8")
     (tmp_path / "two" / "sub" / "b.MD").write_text("# Guide\nIntro.\n## Go\nTo Rome.\n", encoding="utf-8")
     (tmp_path / "two" / "sub" / "c.py").unlink()
-    after = read_folder(tmp_path / "two", SETTINGS).documents
-    kept = [d for d in before if not d.id.startswith("sub/c.py")]
-    assert [d for d in after if d in before] == kept and len(after) == len(kept) + 2
-    assert len({d.id for d in after}) == len(after)
+    docs_after = read_folder(tmp_path / "two", SETTINGS).documents
+    unchanged = [d for d in docs_before if not d.id.startswith("sub/c.py")]
+    assert [d for d in docs_after if d in docs_before] == unchanged and len(docs_after) == len(unchanged) + 2
+    assert len({d.id for d in docs_after}) == len(docs_after)
 
 
 def test_what_is_there_twice_is_dropped_and_a_copy_is_told(tmp_path):
@@ -55,16 +55,17 @@ def test_what_is_there_twice_is_dropped_and_a_copy_is_told(tmp_path):
     count = len(read_folder(tmp_path, SETTINGS).documents)
     shutil.copy(tmp_path / "a.txt", tmp_path / "copy.txt")
     shutil.copy(tmp_path / "sub" / "c.py", tmp_path / "sub" / "z.py")
-    found = read_folder(tmp_path, SETTINGS)
-    assert len(found.documents) == count and found.files == 3 and found.duplicates >= 2
-    assert [(path, why) for path, why, _ in found.skipped] == [
+    folder = read_folder(tmp_path, SETTINGS)
+    assert len(folder.documents) == count and folder.files == 3 and folder.duplicates >= 2
+    assert [(path, why) for path, why, _ in folder.skipped] == [
         ("copy.txt", "with the same text as other files"),
         ("sub/z.py", "with the same text as other files"),
     ]
 
 
 def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
-    outside, docs = tmp_path / "outside.txt", tmp_path / "docs"
+    outside = tmp_path / "outside.txt"
+    docs = tmp_path / "docs"
     outside.write_text("Secret.", encoding="utf-8")
     fill(docs)
     for name, content in {
@@ -98,8 +99,8 @@ def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
         return open(path, mode)
 
     monkeypatch.setattr(folder_file, "open", recorded, raising=False)
-    found = read_folder(docs, SETTINGS)
-    assert {path: reason for path, reason, _ in found.skipped} == {
+    folder = read_folder(docs, SETTINGS)
+    assert {path: reason for path, reason, _ in folder.skipped} == {
         "latin.txt": "not in UTF-8",
         "nul.txt": "binary or in UTF-16",
         "utf16.md": "binary or in UTF-16",
@@ -118,13 +119,13 @@ def test_what_is_left_out_is_told_with_the_reason(tmp_path, monkeypatch):
         "pipe.txt": "that are pipes or devices",
         "large.txt": "larger than 32 MiB",
     }
-    assert found.files == 3 and "latin.txt" in opened and "large.txt" not in opened and "pipe.txt" not in opened
-    assert not any("Secret" in d.text for d in found.documents)
-    assert found.summary().splitlines()[1] == "skipped     17"
-    told = found.summary(is_listed=True).splitlines()
-    assert told[0] == "documents   3 (0 duplicate passages)"
-    assert told[1] == "skipped     17, listed in skipped.jsonl of the index"
-    assert "  2 of an unsupported type: none, picture.png" in told
+    assert folder.files == 3 and "latin.txt" in opened and "large.txt" not in opened and "pipe.txt" not in opened
+    assert not any("Secret" in d.text for d in folder.documents)
+    assert folder.summary().splitlines()[1] == "skipped     17"
+    lines = folder.summary(is_listed=True).splitlines()
+    assert lines[0] == "documents   3 (0 duplicate passages)"
+    assert lines[1] == "skipped     17, listed in skipped.jsonl of the index"
+    assert "  2 of an unsupported type: none, picture.png" in lines
 
 
 def test_many_names_are_told_by_the_first(tmp_path):
@@ -144,9 +145,9 @@ def test_a_folder_without_a_document_is_refused_with_what_it_holds(tmp_path):
 
 def test_long_titles_and_heads_leave_half_the_budget_for_the_text(tmp_path):
     (tmp_path / "a.md").write_text(f"# {'long title ' * 90}\n{' '.join(f'w{i}' for i in range(100))}", encoding="utf-8")
-    found = read_folder(tmp_path, SETTINGS).documents
-    assert {d.title[:3] for d in found} == {"..."} and {len(d.title) for d in found} == {203}
-    assert [len(d.text.split()) for d in found][:2] == [16, 16] and sum("w50" in d.text for d in found) in (1, 2)
+    docs = read_folder(tmp_path, SETTINGS).documents
+    assert {d.title[:3] for d in docs} == {"..."} and {len(d.title) for d in docs} == {203}
+    assert [len(d.text.split()) for d in docs][:2] == [16, 16] and sum("w50" in d.text for d in docs) in (1, 2)
 
 
 @pytest.mark.parametrize("end", ["", "\n", " \r\n  "])

@@ -19,8 +19,8 @@ PACKAGES = {".md": "markdown_it", ".html": "lxml", ".pdf": "pypdf"}  # of the ex
 def sections(suffix, content, name="a/b.x"):
     if suffix in PACKAGES:
         pytest.importorskip(PACKAGES[suffix], reason="needs the extra documents")
-    found = READERS[suffix](content, name)
-    return [(s.title, s.text.strip()) for s in found if s.text.strip()]
+    all_sections = READERS[suffix](content, name)
+    return [(s.title, s.text.strip()) for s in all_sections if s.text.strip()]
 
 
 @pytest.mark.parametrize("suffix", PACKAGES)
@@ -92,7 +92,7 @@ End.
 )  # fmt: skip
 def test_a_line_of_markdown_is_a_heading_where_commonmark_has_one(text, read):
     """Three backticks on one line hid all headings behind them; a comment in a list's fence was a heading."""
-    assert sections(".md", text) == [(title, said) for title, said in read if said]
+    assert sections(".md", text) == [(title, body) for title, body in read if body]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_a_line_of_markdown_is_a_heading_where_commonmark_has_one(text, read):
     ],
 )  # fmt: skip
 def test_front_matter_is_the_first_lines_and_nothing_else(text, read):
-    assert sections(".md", text) == [(title, said) for title, said in read if said]
+    assert sections(".md", text) == [(title, body) for title, body in read if body]
 
 
 def test_html_has_what_a_reader_sees():
@@ -241,12 +241,12 @@ def test_each_cell_of_a_csv_is_under_the_name_of_its_column(text, read):
 
 
 def test_a_cell_may_be_long_and_the_limit_of_the_process_stays():
-    before = csv.field_size_limit()
+    limit_before = csv.field_size_limit()
     (row,) = sections(".csv", f"title;text\nA;{'word ' * 40_000}\n")
     assert row[0] == "A" and len(row[1].split()) == 40_000
     with pytest.raises(Unreadable):
         sections(".csv", 'a\n"x')
-    assert csv.field_size_limit() == before
+    assert csv.field_size_limit() == limit_before
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ if LIMIT:
 
 
 def test_python_is_cut_by_its_syntax_tree_and_nothing_is_lost():
-    found = {s.head.splitlines()[0]: s for s in READERS[".py"](PYTHON, "src/io.py")}
-    assert list(found) == [
+    by_head = {s.head.splitlines()[0]: s for s in READERS[".py"](PYTHON, "src/io.py")}
+    assert list(by_head) == [
         "# imports: src.io",
         "# function: load",
         "# class: Reader",
@@ -314,15 +314,16 @@ def test_python_is_cut_by_its_syntax_tree_and_nothing_is_lost():
         "# method: Reader.Inner.go",
         "# module: src.io",
     ]
-    assert found["# function: load"].head == "# function: load\n# Description: Loads a thing.\n# File: src/io.py\n\n"
+    assert by_head["# function: load"].head == "# function: load\n# Description: Loads a thing.\n# File: src/io.py\n\n"
     assert (
-        found["# function: load"].text.startswith("@cache\ndef load(a):") and found["# function: load"].title == "load"
+        by_head["# function: load"].text.startswith("@cache\ndef load(a):")
+        and by_head["# function: load"].title == "load"
     )
-    assert found["# imports: src.io"].text == "import os\nfrom sys import (\n    path,\n)"
-    assert found["# class: Reader"].text.split("\n")[:3] == ["class Reader:", '    """A reader."""', "    size = 1"]
-    assert found["# method: Reader.close"].text == "    @property\n    def close(self): return 1"
-    assert found["# module: src.io"].head.splitlines()[1] == "# Description: Reads things. More."
-    lines = sorted(line for s in found.values() for line in s.text.split("\n") if line.strip())
+    assert by_head["# imports: src.io"].text == "import os\nfrom sys import (\n    path,\n)"
+    assert by_head["# class: Reader"].text.split("\n")[:3] == ["class Reader:", '    """A reader."""', "    size = 1"]
+    assert by_head["# method: Reader.close"].text == "    @property\n    def close(self): return 1"
+    assert by_head["# module: src.io"].head.splitlines()[1] == "# Description: Reads things. More."
+    lines = sorted(line for s in by_head.values() for line in s.text.split("\n") if line.strip())
     assert lines == sorted(line for line in PYTHON.split("\n") if line.strip())
 
 
@@ -362,18 +363,18 @@ def pdf(*pages: bytes) -> bytes:
     return out.getvalue()
 
 
-def said(text: str) -> bytes:
+def content_stream(text: str) -> bytes:
     lines = [f"BT /F 12 Tf 9 {700 - 20 * i} Td ({line}) Tj ET" for i, line in enumerate(text.split("\n"))]
     return "\n".join(lines).encode()
 
 
 def test_a_pdf_is_the_text_of_its_pages():
-    assert sections(".pdf", pdf(said("Ann went"), said("to Rome."))) == [("", "Ann went\nto Rome.")]
+    assert sections(".pdf", pdf(content_stream("Ann went"), content_stream("to Rome."))) == [("", "Ann went\nto Rome.")]
 
 
 def test_ligatures_of_a_pdf_are_letters():
     """Nobody types a question with the sign for "ffi". What else has a compatible sign stays, such as the exponent."""
-    content = pdf(said("The \\002nal at the \\003ower o\\005ce, 9 m\\006"))
+    content = pdf(content_stream("The \\002nal at the \\003ower o\\005ce, 9 m\\006"))
     assert sections(".pdf", content) == [("", "The final at the flower office, 9 m\u00b2")]
 
 
@@ -402,7 +403,7 @@ def test_ligatures_of_a_pdf_are_letters():
     ],
 )  # fmt: skip
 def test_a_word_that_a_line_of_a_pdf_splits_is_whole(text, read):
-    assert sections(".pdf", pdf(said(text))) == [("", read)]
+    assert sections(".pdf", pdf(content_stream(text))) == [("", read)]
 
 
 def test_a_pdf_under_aes_without_the_package_that_reads_it_is_not_called_damaged(monkeypatch):
@@ -418,15 +419,15 @@ def test_a_pdf_under_aes_without_the_package_that_reads_it_is_not_called_damaged
 
 
 def test_a_word_goes_on_on_the_next_page():
-    assert sections(".pdf", pdf(said("the cham-"), said("pion won"))) == [("", "the champion won")]
+    assert sections(".pdf", pdf(content_stream("the cham-"), content_stream("pion won"))) == [("", "the champion won")]
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
         (b"%PDF-1.4\ngarbage", "a damaged PDF"),
-        (pdf(said("Ann"))[:150], "a damaged PDF"),
-        (pdf(said("Ann")).replace(b"/Kids[4 0 R]", b"/Kids[2 0 R]"), "a damaged PDF"),
+        (pdf(content_stream("Ann"))[:150], "a damaged PDF"),
+        (pdf(content_stream("Ann")).replace(b"/Kids[4 0 R]", b"/Kids[2 0 R]"), "a damaged PDF"),
         (pdf(b" " * (80 << 20)), "a damaged PDF"),  # pypdf's own limit of a stream
         (pdf(b" " * (40 << 20), b" " * (40 << 20)), "a PDF of too much content"),
     ],

@@ -71,7 +71,7 @@ def test_what_an_algorithm_does_not_read_is_refused(algorithm, name):
     if name in ALGORITHMS[algorithm].own_settings:
         check(*flags)
         return
-    readers = ", ".join(other for other, cls in ALGORITHMS.items() if name in cls.own_settings)
+    readers = ", ".join(reader for reader, cls in ALGORITHMS.items() if name in cls.own_settings)
     with pytest.raises(UsageError) as error:
         check(*flags)
     assert f", but has no effect with --algorithm {algorithm}: it needs one of {readers}" in str(error.value)

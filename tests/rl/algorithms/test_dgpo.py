@@ -28,81 +28,82 @@ def test_the_divergence_by_hand():
 def test_all_tokens_give_the_whole_divergence_and_fewer_never_more():
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.randn(20, 50, generator=generator).mul(2).log_softmax(-1) for _ in range(2))
-    whole = (p.exp() * (p - q)).sum(-1)
-    assert torch.allclose(losses.truncated_kl(p, q), whole, atol=1e-4)
-    last = whole
+    full_kl = (p.exp() * (p - q)).sum(-1)
+    assert torch.allclose(losses.truncated_kl(p, q), full_kl, atol=1e-4)
+    last = full_kl
     for k in (30, 10, 1):
         likeliest = p.topk(k).indices
-        found = losses.truncated_kl(p.gather(-1, likeliest), q.gather(-1, likeliest))
-        assert (found > 0).all() and (found <= last + 1e-4).all()
-        last = found
+        kl = losses.truncated_kl(p.gather(-1, likeliest), q.gather(-1, likeliest))
+        assert (kl > 0).all() and (kl <= last + 1e-4).all()
+        last = kl
 
 
 def test_the_loss_and_what_is_told():
-    made = ALGORITHMS["dgpo"](paper("dgpo", teacher_weight=0.5), LengthSettings())
+    dgpo = ALGORITHMS["dgpo"](paper("dgpo", teacher_weight=0.5), LengthSettings())
     teacher, policy = torch.tensor([[0.5, 0.25]]).log(), torch.tensor([[0.25, 0.25]]).log()
-    loss, metrics = made.guided_loss(teacher, policy)
+    loss, metrics = dgpo.guided_loss(teacher, policy)
     assert loss.item() == pytest.approx(math.log(2) / 8)
     assert metrics["teacher/kl"].item() == pytest.approx(math.log(2) / 4)
     one = TopTokens(torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2))
     rollouts = [replace(rollout(2, 0.0), failed=True, teacher=one), replace(rollout(2, 0.1), failed=True)]
     batch = Batch.of([*rollouts, rollout(2, 1.0), rollout(2, 1.0)])
-    told = made.statistics(batch)
-    assert (told["teacher/failed"], told["teacher/guided"]) == (0.5, 0.25)
+    statistics = dgpo.statistics(batch)
+    assert (statistics["teacher/failed"], statistics["teacher/guided"]) == (0.5, 0.25)
     # Failed episodes are what the others are compared with: rewards 0, 0.1, 1, 1.
     grpo = ALGORITHMS["grpo"](paper("grpo"), LengthSettings())
-    assert torch.equal(made.with_advantages(batch).advantages, grpo.with_advantages(batch).advantages)
+    assert torch.equal(dgpo.with_advantages(batch).advantages, grpo.with_advantages(batch).advantages)
 
 
 @pytest.mark.parametrize("sizes", [{}, {"mini_batch_size": 2, "micro_batch_size": 1, "update_epochs": 2}])
 def test_without_failures_it_is_grpo_to_the_bit(gradients, batch, sizes):
-    (ours, told), (theirs, measured) = (gradients(moved(batch), name, **sizes) for name in ("dgpo", "grpo"))
+    (ours, dgpo_metrics), (theirs, grpo_metrics) = (gradients(moved(batch), name, **sizes) for name in ("dgpo", "grpo"))
     assert len(ours) == len(theirs) and all(torch.equal(a, b) for a, b in zip(ours, theirs))
-    assert told == measured | {"teacher/failed": 0.0, "teacher/guided": 0.0}
+    assert dgpo_metrics == grpo_metrics | {"teacher/failed": 0.0, "teacher/guided": 0.0}
 
 
 def test_what_fails_without_a_word_of_the_teacher_is_grpo_too(gradients, batch):
     failed = replace(batch, failed=torch.ones(4, dtype=torch.bool))
-    (ours, told), (theirs, _) = gradients(failed, "dgpo"), gradients(batch, "grpo")
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs)) and told["teacher/guided"] == 0
+    (ours, metrics), (theirs, _) = gradients(failed, "dgpo"), gradients(batch, "grpo")
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs)) and metrics["teacher/guided"] == 0
 
 
 def test_in_a_round_that_failed_as_a_whole_only_the_teacher_speaks(gradients, batch):
     """Rewards, ratios and the weight of the KL to the reference have no say; nothing is divided by no tokens."""
     every = taught(batch, range(4))
-    (ours, told), (again, _) = (
+    (ours, metrics), (unrewarded, _) = (
         gradients(replace(moved(every, size), rewards=paid), "dgpo", kl_target=0.1)
         for size, paid in ((0.4, every.rewards), (0.0, every.rewards * 0))
     )
-    assert all(torch.equal(a, b) for a, b in zip(ours, again)) and ours[0].norm() > 0
-    assert told["teacher/kl"] > 0 and "kl" not in told and "entropy" not in told
-    assert "sampling/sampling_logp_difference/mean" not in told
+    assert all(torch.equal(a, b) for a, b in zip(ours, unrewarded)) and ours[0].norm() > 0
+    assert metrics["teacher/kl"] > 0 and "kl" not in metrics and "entropy" not in metrics
+    assert "sampling/sampling_logp_difference/mean" not in metrics
 
 
 def test_the_mean_of_the_divergence_is_over_the_teachers_tokens(gradients, batch):
     """Means of other metrics are over the other tokens: the entropy of two episodes is that of GRPO on these two."""
-    some = taught(batch, [2, 3])
-    told = gradients(some, "dgpo")[1]
-    both = [gradients(some.select(rows), "dgpo")[1] for rows in ([0, 1], [2, 3])]
-    assert told["entropy"] == pytest.approx(both[0]["entropy"], rel=1e-5)
-    assert told["teacher/kl"] == pytest.approx(both[1]["teacher/kl"], rel=1e-5)
+    guided = taught(batch, [2, 3])
+    metrics = gradients(guided, "dgpo")[1]
+    both = [gradients(guided.select(rows), "dgpo")[1] for rows in ([0, 1], [2, 3])]
+    assert metrics["entropy"] == pytest.approx(both[0]["entropy"], rel=1e-5)
+    assert metrics["teacher/kl"] == pytest.approx(both[1]["teacher/kl"], rel=1e-5)
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3])
 def test_how_the_rows_are_divided_changes_nothing(gradients, batch, micro):
-    some = taught(moved(batch), [1, 2])
-    (one,), (other,) = (gradients(some, "dgpo", micro_batch_size=size)[0] for size in (4, micro))
-    assert (one - other).norm() <= 1e-5 * one.norm()
+    guided = taught(moved(batch), [1, 2])
+    (full_gradient,), (split_gradient,) = (gradients(guided, "dgpo", micro_batch_size=size)[0] for size in (4, micro))
+    assert (full_gradient - split_gradient).norm() <= 1e-5 * full_gradient.norm()
 
 
 def test_rows_keep_what_is_said_of_them(batch, setup):
-    some, learner = taught(batch, [1, 2]), setup("dgpo").learner
-    assert [sorted(rows) for rows in learner.micro_batches(some)] == [[0, 3], [1, 2]]
+    guided = taught(batch, [1, 2])
+    learner = setup("dgpo").learner
+    assert [sorted(rows) for rows in learner.micro_batches(guided)] == [[0, 3], [1, 2]]
     for alike in (batch, taught(batch, range(4))):
         assert [sorted(rows) for rows in learner.micro_batches(alike)] == [[0, 1, 2, 3]]
-    assert some.select([0, 3]).teacher == [None, None]
-    assert some.select([3, 2]).teacher == [None, some.teacher[2]]
-    assert [said.ids.shape for said in some.select([2, 1]).teacher] == [(ACTIONS[i].count("a"), 5) for i in (2, 1)]
+    assert guided.select([0, 3]).teacher == [None, None]
+    assert guided.select([3, 2]).teacher == [None, guided.teacher[2]]
+    assert [top.ids.shape for top in guided.select([2, 1]).teacher] == [(ACTIONS[i].count("a"), 5) for i in (2, 1)]
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
@@ -112,9 +113,9 @@ def test_a_teacher_that_is_the_policy_has_nothing_to_teach_at_any_temperature(se
     masks = [mask[: len(row)] for row, mask in zip(rows, batch.action_mask.tolist(), strict=True)]
     with torch.no_grad():
         hidden, _ = states_before(model, rows, masks)
-        said = top_logprobs(hidden, model.head_weight[:VOCABULARY], VOCABULARY)
-    own = replace(batch, teacher=said.split([sum(mask) for mask in masks]))
-    made = setup("dgpo")
-    made.learner.temperature = temperature
-    measured = made.learner.learn(own, "seed")
-    assert measured["teacher/kl"] == pytest.approx(0, abs=1e-5) and made.steps[0].norm() < 1e-4
+        top_tokens = top_logprobs(hidden, model.head_weight[:VOCABULARY], VOCABULARY)
+    self_taught = replace(batch, teacher=top_tokens.split([sum(mask) for mask in masks]))
+    harness = setup("dgpo")
+    harness.learner.temperature = temperature
+    measured = harness.learner.learn(self_taught, "seed")
+    assert measured["teacher/kl"] == pytest.approx(0, abs=1e-5) and harness.steps[0].norm() < 1e-4

@@ -35,8 +35,8 @@ def test_loss_by_hand():
     """Ratio 1, A = 2, log p = -1, reference -2: -2 - 0.1 * entropy 3 + 0.5 * k3, k3 = e^-1 + 1 - 1 = 0.36788."""
     algorithm = Grpo(RLSettings(algorithm="grpo", kl_beta=0.5, entropy_coefficient=0.1), LengthSettings())
     x = torch.ones(1)
-    known = ActionTokens(-x, -x, 0 * x, advantages=2 * x, weights=x, reference=-2 * x, value_targets=None)
-    loss, metrics = algorithm.loss(known, -x, 3 * x)
+    actions = ActionTokens(-x, -x, 0 * x, advantages=2 * x, weights=x, reference=-2 * x, value_targets=None)
+    loss, metrics = algorithm.loss(actions, -x, 3 * x)
     assert torch.allclose(loss, torch.tensor([-2 - 0.3 + 0.5 * 0.3678794]))
     assert torch.allclose(metrics["kl"], torch.tensor([0.3678794]))
     assert metrics.keys() == {"clip_ratio/low_mean", "clip_ratio/high_mean", "kl"}
@@ -68,11 +68,11 @@ def test_equal_returns_teach_nothing(batch, gradients):
 
 def test_groups_stay_together():
     assert Grpo.has_groups
-    made = [
+    rollouts = [
         Rollout(TokenRecord(tokens=[1, 2], action_mask=[False, True], logprobs=[0.0], values=[0.0]), [], group)
         for group in (0, 1, 0, 1, 2)
     ]
-    steps = Batch.of(made).mini_batches(1, "s", by_group=True)
+    steps = Batch.of(rollouts).mini_batches(1, "s", by_group=True)
     order = [row for step in steps for row in step]
     assert order in [list(chain(*units)) for units in permutations([[0, 2], [1, 3], [4]])]
 
