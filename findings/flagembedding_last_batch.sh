@@ -14,7 +14,7 @@
 # dataloader_drop_last=True, which is not the default, avoids it.
 #
 # Why it matters: the loss looks normal, but the batch undoes what the full ones teach, the more, the fewer they are. A
-# reranker that is adapted to a small set learns little, and with less than 8 questions the contrary. Teacher scores
+# reranker that is adapted to a small set learns little, and with 7 questions in all nothing useful. Teacher scores
 # are cut the same way.
 #
 # Output, after 200 steps, of the questions trained with (part whose relevant passage has the highest score, and the
