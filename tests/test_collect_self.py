@@ -228,6 +228,7 @@ def test_a_file_is_not_gone_on_with_when_what_is_read_has_changed(tmp_path, teac
     assert teach(output, "--init-prompt", str(prompt), "--limit", "4") == 0
     prompt.write_text("Now: {question}", encoding="utf-8")
     assert teach(output, "--init-prompt", str(prompt)) == 1
+    assert shows(capsys.readouterr().err, "inputs-changed", "the prompts")
 
 
 def test_questions_of_an_evaluation_are_left_out_whatever_the_source(tmp_path, teach, capsys):
@@ -271,7 +272,7 @@ def test_a_question_at_which_the_retriever_failed_is_asked_again_next_time(tmp_p
 def test_greedy_episodes_of_one_question_would_all_be_the_same(tmp_path, teach, capsys):
     for temperature in ("0", "1e-6"):
         assert teach(tmp_path / "own.jsonl", "--temperature", temperature) == 2
-    assert shows(capsys.readouterr().err, "greedy-samples")
+        assert shows(capsys.readouterr().err, "greedy-samples")
 
 
 def test_the_memory_of_a_3b_in_nf4_is_planned_within_4_gib(capsys):

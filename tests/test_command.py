@@ -58,7 +58,14 @@ from r3lite.core import command
 from r3lite import ppo
 from r3lite.settings import PpoConfig
 assert "torch" not in sys.modules
-command.Command("ppo", PpoConfig(), lambda config: print(os.environ.get("GOMP_SPINCOUNT")))(["--data", "hotpotqa"])
+
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("GOMP_SPINCOUNT"))
+
+sys.meta_path.insert(0, Finder)
+command.Command("ppo", PpoConfig(), lambda config: __import__("torch"))(["--data", "hotpotqa"])
 """
 
 

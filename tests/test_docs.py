@@ -82,7 +82,8 @@ def test_every_room_is_on_the_map():
     ids=lambda path: path.name,
 )
 def test_links_to_files_lead_somewhere(path):
-    links = re.findall(r"\]\((?!http)([^)#]+)\)", path.read_text(encoding="utf-8"))
+    links = re.findall(r"\]\((?!http)([^)#]+)", path.read_text(encoding="utf-8"))
+    assert links
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 

@@ -13,6 +13,7 @@ from r3lite.core.files import sole_writer, write_jsonl
 from r3lite.protocols.layout import Layout
 from r3lite.retrieval.index import PassageIndex
 from r3lite.rewards.verdict import StepVerdict, Verdict
+from r3lite.rollout.engine import Engine
 from tests.errors import shows
 from tests.evaluating import SCORES, answer, ask, read_results
 
@@ -155,13 +156,25 @@ def test_files_have_their_keys_and_a_second_run_writes_the_same(toy, tmp_path):
     assert read_results(tmp_path / "out") == (scores, predictions)
 
 
-def test_batches_change_no_answer(toy, tmp_path):
+def test_batches_change_no_token(toy, tmp_path, monkeypatch):
+    """The predictions of noise are empty: they are the same, whatever was sampled."""
+    sample = Engine.run
+    tokens = []
     evaluations = []
+
+    def recorded(self, *arguments, **options):
+        sequences = sample(self, *arguments, **options)
+        tokens[-1] += [sequence.tokens for sequence in sequences]
+        return sequences
+
+    monkeypatch.setattr(Engine, "run", recorded)
     for size in ("1", "3"):
+        tokens.append([])
         assert evaluate.main([*toy, "--max-new-tokens", "6", "--rollout-batch-size", size, "--temperature", "1"]) == 0
         evaluations.append(read_results(tmp_path / "out"))
         (tmp_path / "out").rename(tmp_path / size)
     assert evaluations[0] == evaluations[1]
+    assert tokens[0] == tokens[1] and len({tuple(row[-6:]) for row in tokens[0]}) == 3
 
 
 def test_questions_at_which_the_retriever_failed_are_left_out_of_the_scores(toy, says, tmp_path, monkeypatch, capsys):

@@ -65,13 +65,16 @@ def test_a_system_message_of_ones_own_and_any_preset(toy, prompts, capsys):
     assert prompts["Bob"].startswith("<|im_start|>system\nBe brief.<|im_end|>")
 
 
-def test_an_adapter_is_asked_as_the_base_is(cold, tmp_path, capsys):
+def test_an_adapter_is_asked_as_the_base_is(cold, prompts, tmp_path, capsys):
     """What format it was trained on plays no role, and nothing is warned of."""
     data = ["--data", str(WORLD / "dev.jsonl"), "--limit", "3", "--index", str(cold / "index"), "--encoder", "hashing"]
     run = ["--preset", "tiny", *data, "--baseline", "rag", "--max-new-tokens", "16"]
     assert evaluate.main([*run, "--output", str(tmp_path / "base")]) == 0
+    base_prompts = dict(prompts)
+    prompts.clear()
     assert evaluate.main([*run, "--adapter", str(cold / "sft"), "--output", str(tmp_path / "trained")]) == 0
     assert "warning" not in capsys.readouterr().err
+    assert prompts == base_prompts and len(prompts) == 3
     base, trained = (read_results(tmp_path / name)[1] for name in ("base", "trained"))
     assert [p["prediction"] for p in base] != [p["prediction"] for p in trained]
     assert [p["steps"][0] for p in base] == [p["steps"][0] for p in trained]

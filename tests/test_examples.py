@@ -98,6 +98,7 @@ def test_it_trains_an_adapter(example, monkeypatch, tmp_path, capsys):
     example.train(str(tmp_path / "start"), str(tmp_path / "run"), rounds=2)
     assert re.fullmatch(r"(round \d: mean reward [\d.]+\n){2}", capsys.readouterr().out)
     trained = read_tensors(tmp_path / "run" / "adapter" / lora.WEIGHTS)
+    assert all(tensor.isfinite().all() for tensor in trained.values())
     assert any(tensor.any() for name, tensor in trained.items() if ".lora_B." in name)  # zeros at the start
 
 

@@ -357,9 +357,10 @@ def test_the_content_of_files_and_folders_is_told_apart(tmp_path, monkeypatch):
     (folder / "b" / "two").rename(folder / "b" / "three")
     fingerprints.append(content_fingerprint(folder))
     monkeypatch.setattr(files, "MAX_TEXT", 100)  # above which a file is read in pieces
-    (folder / "one").write_bytes(bytes(200_001))
-    fingerprints.append(content_fingerprint(folder))
-    assert len(set(fingerprints)) == 4
+    for content in (bytes(200_001), bytes(200_000) + b"z"):
+        (folder / "one").write_bytes(content)
+        fingerprints.append(content_fingerprint(folder))
+    assert len(set(fingerprints)) == 5
 
 
 def test_an_error_of_the_system_is_told_without_its_number():

@@ -233,7 +233,8 @@ def outcome(reader: Reader, folder: Path, text: str) -> str | None:
     try:
         taken = reader.read(path)
     except R3LiteError as error:
-        return None if folder.name in str(error) else f"the error does not name the file: {error}"
+        place = folder.name if reader.beside else reader.file  # a tokenizer is a folder of several files
+        return None if place in str(error) else f"the error does not name the file: {error}"
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     return f"taken as {str(taken)[:200]}"

@@ -100,9 +100,11 @@ def test_one_query_is_shown_with_scores_and_sources(tmp_path, capsys):
         assert "directed the film Tentor Trulgol" in lines[1] and len(lines) == 4
     assert retrieve.main([*flags, "zebra", "--retriever", "lexical"]) == 0
     assert capsys.readouterr().out == "nothing found\n"
-    for wrong in (["--gap-report", str(tmp_path / "g.json")], ["--retriever", "golden", *data]):
-        assert retrieve.main([*flags, "x", *wrong]) == 2
-    assert retrieve.main(["--query", "x", "--context", "question", *data]) == 2
+    assert retrieve.main([*flags, "x", "--gap-report", str(tmp_path / "g.json")]) == 2
+    assert shows(capsys.readouterr().err, "setting-unused", "--gap-report", "without --query")
+    for wrong in (["--retriever", "golden"], ["--context", "question"]):
+        assert retrieve.main(["--query", "x", *wrong, *data]) == 2
+        assert shows(capsys.readouterr().err, "query-without-index")
     assert retrieve.main(["--query", "x", "--encoder", "hashing"]) == 1
     assert shows(capsys.readouterr().err, "nothing-to-search")
 
@@ -242,6 +244,7 @@ def test_an_index_made_with_a_relative_encoder_is_searched_from_any_folder(minil
     assert index.main(command) == 0
     manifest = tmp_path / "index" / "manifest.json"
     made_before = manifest.read_text().replace(str(minilm), minilm.name)
+    assert made_before != manifest.read_text()
     assert index.main(command) == 0
     monkeypatch.chdir(tmp_path)
     assert retrieve.main(["--index", str(tmp_path / "index"), "--query", "lease"]) == 0
@@ -308,3 +311,4 @@ def test_a_folder_of_documents_becomes_an_index_that_all_retrievers_search(tmp_p
     assert index.main([*arguments, "--corpus", "x.jsonl"]) == 2
     assert "remove one" in capsys.readouterr().err
     assert index.main([*arguments, "--chunk-tokens", "32", "--chunk-overlap", "17"]) == 2
+    assert shows(capsys.readouterr().err, "chunk-overlap", "17")

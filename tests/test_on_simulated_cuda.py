@@ -317,10 +317,10 @@ def test_rl_goes_on_when_memory_runs_out(played, questions, tmp_path, monkeypatc
     gradients = sum(tensor.numel() * 4 for tensor in tensors(tmp_path / "run").values())
     # Nothing of the attempt that failed is left.
     assert live_after - live_before <= (gradients * 2 if phase == "update" else 0)
-    steps_of_runs = [
-        [e["steps"] for e in logged(run, "episodes.jsonl")][:4] for run in (tmp_path / "run", played / "grpo")
-    ]
-    assert steps_of_runs[0] == steps_of_runs[1]
+    # The steps of noise are empty: what was sampled shows in the metrics of the first round.
+    (record,), uninterrupted = logged(tmp_path / "run"), logged(played / "grpo")[0]
+    for name in ("entropy", "num_tokens", "completions/mean_length", "reward"):
+        assert record[name] == pytest.approx(uninterrupted[name], rel=1e-4) and record[name] > 0
 
 
 def test_sft_goes_on_when_memory_runs_out_and_drops_the_same_again(rows, trained, tmp_path, monkeypatch, capsys):
@@ -334,12 +334,23 @@ def test_sft_goes_on_when_memory_runs_out_and_drops_the_same_again(rows, trained
 # Commands that train nothing
 
 
-def test_evaluate_gives_the_numbers_of_the_cpu(questions, tmp_path, graphs_on_the_cpu):
+def test_evaluate_gives_the_numbers_of_the_cpu(questions, tmp_path, graphs_on_the_cpu, monkeypatch):
+    sample = engine.Engine.run
+    sampled = []
+
+    def recorded(self, *arguments, **options):
+        sequences = sample(self, *arguments, **options)
+        sampled.append([sequence.tokens for sequence in sequences])
+        return sequences
+
+    monkeypatch.setattr(engine.Engine, "run", recorded)
     run = ["--preset", "tiny", "--dtype", "fp32", *TURNS.split(), *questions, "--output"]
     assert evaluate.main([*run, str(tmp_path / "cpu"), "--device", "cpu"]) == 0
     on_card(evaluate.main, [*run, str(tmp_path / "cuda")])
     for name in ("predictions.jsonl", "scores.json"):
         assert (tmp_path / "cpu" / name).read_bytes() == (tmp_path / "cuda" / name).read_bytes()
+    on_the_cpu, on_the_card = sampled  # noise, of which the predictions have the length alone
+    assert on_the_cpu == on_the_card and len(on_the_cpu) == 4
 
 
 def test_an_index_is_that_of_the_cpu(minilm, tmp_path):

@@ -42,7 +42,7 @@ def package_nodes() -> list[tuple[str, ast.AST]]:
         (path.name, node)
         for path in sorted((ROOT / "r3lite").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, (ast.Import, ast.Attribute, ast.Call))
+        if isinstance(node, (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call))
     ]
 
 
@@ -57,25 +57,33 @@ def test_what_windows_lacks_is_asked_for_only_where_there_is_another_way():
     for file, node in package_nodes():
         if isinstance(node, ast.Import):
             imported |= {(file, alias.name) for alias in node.names if alias.name in lacking}
+        if isinstance(node, ast.ImportFrom):
+            names = {"os": of_os, "signal": of_signal}.get(node.module, set())
+            imported |= {(file, node.module)} if node.module in lacking else set()
+            used |= {(file, alias.name) for alias in node.names if alias.name in names}
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             names = {"os": of_os, "signal": of_signal}.get(node.value.id, set())
             used |= {(file, node.attr)} if node.attr in names else set()
-    assert imported <= {("metrics.py", "resource"), ("render_process.py", "resource")}  # which may be absent there
+    assert imported == {("metrics.py", "resource"), ("render_process.py", "resource")}  # which may be absent there
     assert not used
 
 
 def test_every_text_file_is_opened_with_its_encoding():
     """Windows takes that of the country if none is named."""
     bare = []
+    encoding_count = 0
     for file, node in package_nodes():
+        encoding_count += isinstance(node, ast.Call) and any(keyword.arg == "encoding" for keyword in node.keywords)
         if not isinstance(node, ast.Call) or any(keyword.arg == "encoding" for keyword in node.keywords):
             continue
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         mode = next((a.value for a in node.args[1:2] if isinstance(a, ast.Constant)), "r")
         opens = name == "open" and isinstance(node.func, ast.Name) and "b" not in str(mode)
+        modes = [a.value if isinstance(a, ast.Constant) else "b" for a in node.args]  # else it opens no path
+        opens |= name == "open" and isinstance(node.func, ast.Attribute) and not any("b" in str(mode) for mode in modes)
         reads = name in ("read_text", "write_text") and isinstance(node.func, ast.Attribute)
         bare += [f"{file}:{node.lineno}"] * (opens or reads)
-    assert bare == []
+    assert bare == [] and encoding_count > 10
 
 
 HELP = f"""
@@ -142,22 +150,25 @@ def locked(monkeypatch):
 
 
 WRITERS = {
-    "a text": (lambda path: write_text(path, "new"), lambda path: path.read_text(encoding="utf-8") == "new"),
-    "tensors": (lambda path: write_tensors(path, {"a": torch.ones(2)}), lambda path: "a" in read_tensors(path)),
+    "a text": (write_text, lambda path: path.read_text(encoding="utf-8")),
+    "tensors": (
+        lambda path, name: write_tensors(path, {name: torch.ones(2)}),
+        lambda path: "".join(read_tensors(path)),
+    ),
     "a folder": (
-        lambda path: checkpoint.replace_folder(path, lambda folder: write_text(folder / "new", "")),
-        lambda path: os.listdir(path) == ["new"],
+        lambda path, name: checkpoint.replace_folder(path, lambda folder: write_text(folder / name, "")),
+        lambda path: "".join(os.listdir(path)),
     ),
 }
 
 
 @pytest.mark.parametrize("kind", WRITERS)
 def test_what_is_locked_for_a_moment_is_written_all_the_same(tmp_path, locked, kind):
-    write, is_there = WRITERS[kind]
-    write(tmp_path / "x")
+    write, read = WRITERS[kind]
+    write(tmp_path / "x", "old")
     waited = locked(3)
-    write(tmp_path / "x")
-    assert is_there(tmp_path / "x") and len(waited) == 3 and os.listdir(tmp_path) == ["x"]
+    write(tmp_path / "x", "new")
+    assert read(tmp_path / "x") == "new" and len(waited) == 3 and os.listdir(tmp_path) == ["x"]
 
 
 def test_what_stays_locked_is_an_error_after_seconds_and_the_old_file_stays(tmp_path, locked):
@@ -253,7 +264,7 @@ def test_line_ends_and_marks_of_windows_change_nothing(tmp_path, monkeypatch, na
             continue
         Path(name).write_bytes(content)
         parsed.append(read(name))
-    assert parsed[0] == parsed[1] == parsed[2]
+    assert parsed[0] == parsed[1] == parsed[2] and parsed[0]
 
 
 # A whole way in a folder of blanks and foreign letters, on such a console, with ids that no file can be named by

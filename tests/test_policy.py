@@ -168,6 +168,7 @@ def test_another_shape_beside_an_adapter_is_refused(base, commands, tmp_path, ca
     if (name, flags[0]) == ("ppo", "--lora-dropout"):  # which has no use for it at all
         main, arguments = commands[name]
         assert main([*arguments, "--adapter", adapter, *flags]) == 2
+        assert shows(capsys.readouterr().err, "setting-unused", "--lora-dropout", "0.1")
         return
     error = refused(capsys, commands[name], "--adapter", adapter, *flags)
     assert words.format(adapter) in error

@@ -48,7 +48,7 @@ def test_metrics_have_the_names_that_users_know(finished):
     assert records[0]["kl"] == pytest.approx(0, abs=1e-3) and records[-1]["kl"] > 0
 
 
-def test_what_is_trained_moves_and_what_is_frozen_does_not(finished, cold):
+def test_what_is_trained_moves_and_what_is_frozen_is_not_saved(finished, cold):
     sft_adapter = adapter(cold / "sft")
     rl_adapter = adapter(finished)
     assert sft_adapter.keys() == rl_adapter.keys() and any(
@@ -57,6 +57,7 @@ def test_what_is_trained_moves_and_what_is_frozen_does_not(finished, cold):
     state = safetensors.torch.load_file(finished / "checkpoint-4" / "weights.safetensors")
     assert state.keys() == rl_adapter.keys() | {"value_head.weight", "value_head.bias"}
     assert state["value_head.weight"].abs().sum() > 0
+    assert all(tensor.isfinite().all() for tensor in (*rl_adapter.values(), *state.values()))
 
 
 def test_stopped_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
@@ -85,6 +86,7 @@ def test_b_has_its_own_learning_rate(cold, tmp_path):
 def test_killed_between_checkpoints_and_resumed_equals_uninterrupted(finished, cold, tmp_path):
     run = [*arguments(cold, tmp_path / "run", "--kl-beta", "0.05"), "--save-every", "2"]
     kill_after(3, run, tmp_path / "run")  # step 2 is saved, step 3 is not
+    assert list(checkpoint.folders_by_step(tmp_path / "run")) == [2]  # else it had ended before
     assert ppo.main([*run, "--resume", "auto"]) == 0
     assert_same_runs(finished, tmp_path / "run")
 
@@ -123,11 +125,13 @@ def test_half_precision_trains(cold, tmp_path, dtype):
     )
     assert ppo.main(run) == 0
     records = logged(tmp_path / "run", "metrics.jsonl")
-    assert all(r["loss"] is not None for r in records) and all(
-        p.dtype == torch.float32 for p in adapter(tmp_path / "run").values()
-    )
+    sft_adapter = adapter(cold / "sft")
+    rl_adapter = adapter(tmp_path / "run")
+    assert all(r["loss"] is not None for r in records)
+    assert all(p.dtype == torch.float32 and p.isfinite().all() for p in rl_adapter.values())
+    assert any(not torch.equal(rl_adapter[name], sft_adapter[name]) for name in sft_adapter)
     if dtype == "fp16":
-        assert "skipped_steps" in records[-1]
+        assert records[-1]["skipped_steps"] < 2
 
 
 def test_in_fp16_stopped_and_resumed_equals_uninterrupted(cold, tmp_path, monkeypatch):
@@ -175,13 +179,15 @@ def test_a_missing_reward_is_left_out_and_not_a_zero(cold, tmp_path, monkeypatch
         "--process-recall",
         "0",
         "--format-reward",
-        "0",
+        "1",
     ]
     assert ppo.main(arguments(cold, tmp_path / "run", *paid, "--max-steps", "1")) == 0
     episodes, (record,) = logged(tmp_path / "run", "episodes.jsonl"), logged(tmp_path / "run", "metrics.jsonl")
     assert [e["rewards"] is None for e in episodes] == [True, False] * 3
-    answered = [bool(e["prediction"]) for e in episodes[1::2]]
-    assert record["reward"] == pytest.approx(sum(answered) / 3) and record["missing_rewards"] == 3
+    assert [e["rewards"]["outcome"] for e in episodes[1::2]] == [bool(e["prediction"]) for e in episodes[1::2]]
+    rewards = [sum(e["step_rewards"]) for e in episodes[1::2]]
+    assert any(rewards)  # else with zeros for the others the mean would be the same
+    assert record["reward"] == pytest.approx(sum(rewards) / 3) and record["missing_rewards"] == 3
     assert record["judge/failures"] == 3
     assert "3 verdicts of the judge are missing" in capsys.readouterr().out
 

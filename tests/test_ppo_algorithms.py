@@ -60,12 +60,13 @@ def test_every_algorithm_stopped_and_resumed_equals_uninterrupted(cold, tmp_path
 
 def test_dynamic_sampling_killed_and_resumed_equals_uninterrupted(cold, tmp_path):
     """So short, many groups are paid alike. They are replaced, and all that was sampled is told."""
-    flags = f"{SHORT} --max-steps 3 --save-every 2 --refill-limit 2"
+    flags = f"{SHORT} --max-steps 4 --save-every 2 --refill-limit 2"
     uninterrupted, resumed = ([*variant(cold, tmp_path / name, "dapo"), *flags.split()] for name in ("whole", "parts"))
     assert ppo.main(uninterrupted) == 0
     kill_after(3, resumed, tmp_path / "parts")
+    assert list(checkpoint.folders_by_step(tmp_path / "parts")) == [2]
     assert ppo.main([*resumed, "--resume", "auto"]) == 0
-    assert_same_runs(tmp_path / "whole", tmp_path / "parts", 3)
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts", 4)
     records, episodes = (logged(tmp_path / "whole", f"{name}.jsonl") for name in ("metrics", "episodes"))
     assert sum(r["refill/attempts"] for r in records) > 0 and sum(r["refill/kept"] for r in records) > 0
     for r in records:
@@ -81,12 +82,13 @@ def test_dynamic_sampling_killed_and_resumed_equals_uninterrupted(cold, tmp_path
 
 def test_expanded_episodes_killed_and_resumed_equal_uninterrupted(cold, tmp_path):
     """They go on from a step that brought a new gold paragraph, and all before it is as it was."""
-    flags = "--algorithm dapo --max-steps 3 --save-every 2 --refill-limit 1 --expand-limit 4 --warmup 0"
+    flags = "--algorithm dapo --max-steps 4 --save-every 2 --refill-limit 1 --expand-limit 4 --warmup 0"
     uninterrupted, resumed = (arguments(cold, tmp_path / name, *flags.split()) for name in ("whole", "parts"))
     assert ppo.main(uninterrupted) == 0
     kill_after(3, resumed, tmp_path / "parts")
+    assert list(checkpoint.folders_by_step(tmp_path / "parts")) == [2]
     assert ppo.main([*resumed, "--resume", "auto"]) == 0
-    assert_same_runs(tmp_path / "whole", tmp_path / "parts", 3)
+    assert_same_runs(tmp_path / "whole", tmp_path / "parts", 4)
     records, episodes = (logged(tmp_path / "whole", f"{name}.jsonl") for name in ("metrics", "episodes"))
     assert sum(r["expand/episodes"] for r in records) > 0
     for r in records:
@@ -114,6 +116,7 @@ def test_off_policy_runs_killed_and_resumed_equal_uninterrupted(cold, tmp_path, 
     )
     assert ppo.main(uninterrupted) == 0
     kill_after(3, resumed, tmp_path / "parts")
+    assert list(checkpoint.folders_by_step(tmp_path / "parts")) == [2]
     assert ppo.main([*resumed, "--resume", "auto"]) == 0
     assert_same_runs(tmp_path / "whole", tmp_path / "parts", 4)
     reference, restored = (checkpoint.read(tmp_path / folder / "checkpoint-4") for folder in ("whole", "parts"))
@@ -142,8 +145,8 @@ def test_without_its_traces_or_replays_an_algorithm_is_what_it_builds_on(cold, t
         assert ppo.main(arguments(cold, tmp_path / folder, "--algorithm", name, *run_flags)) == 0
         return tmp_path / folder
 
-    def equal(first_run: Path, second_run: Path) -> None:
-        first, second = (checkpoint.read(path / "checkpoint-2").tensors for path in (first_run, second_run))
+    def equal(first_run: Path, second_run: Path, total: int = 2) -> None:
+        first, second = (checkpoint.read(path / f"checkpoint-{total}").tensors for path in (first_run, second_run))
         for group in checkpoint.GROUPS:
             assert all(torch.equal(tensor, second[group][name]) for name, tensor in first[group].items())
         for one_record, other_record in zip(
@@ -156,6 +159,7 @@ def test_without_its_traces_or_replays_an_algorithm_is_what_it_builds_on(cold, t
     grpo = run("grpo", "grpo", "--kl-beta 0.05")
     equal(grpo, run("luffy", "luffy", "--trace-share 0"))
     equal(grpo, run("exgrpo", "exgrpo", "--replay-start 1"))
-    replays = "--replay-start 0 --replay-min-outcome 0.05"
+    replays = "--max-steps 4 --replay-start 0 --replay-min-outcome 0.05"
     exgrpo = run("replaying", "exgrpo", replays)
-    equal(exgrpo, run("hybrid", "hybrid", f"--trace-share 0 {replays}"))
+    assert sum(r["off_policy/replays"] for r in logged(exgrpo, "metrics.jsonl")) > 0
+    equal(exgrpo, run("hybrid", "hybrid", f"--trace-share 0 {replays}"), 4)

@@ -151,15 +151,19 @@ def test_weights_that_are_nan_are_rolled_back(world, tmp_path, nan_after_two, ca
 
 
 def test_a_validation_that_could_not_retrieve_chooses_no_checkpoint(world, tmp_path, monkeypatch, capsys):
-    """Its questions without documents once counted as answered badly, and the run as collapsing."""
+    """Its questions without documents once counted as answered badly, and the run as collapsing.
+
+    The last validation lacks only questions that are answered badly, so that the F1 of the others is the best of all.
+    """
     answer, validations = Engine.run, []
 
     def failing(self, questions, seeds, retrieve):
         sequences = answer(self, questions, seeds, retrieve)
         if seeds[0] == "greedy":
             validations.append(len(sequences))
-            for sequence in sequences[: {2: 12, 3: 3}.get(len(validations), 0)]:
-                sequence.failure = "no reply"
+            for sequence in sequences:
+                if sequence.question.answers[0] in {2: ("here", "there"), 3: ("here",)}.get(len(validations), ()):
+                    sequence.failure = "no reply"
         return sequences
 
     monkeypatch.setattr(Engine, "run", failing)
@@ -167,7 +171,7 @@ def test_a_validation_that_could_not_retrieve_chooses_no_checkpoint(world, tmp_p
     records = rounds(tmp_path / "run")
     assert "eval/retrieval_failures" not in records[0] and records[0]["eval/f1"] == pytest.approx(8 / 12)
     assert records[2]["eval/retrieval_failures"] == 12 and "eval/f1" not in records[2]
-    assert records[4]["eval/retrieval_failures"] == 3 and 0 < records[4]["eval/f1"] <= 1
+    assert records[4]["eval/retrieval_failures"] == 4 and records[4]["eval/f1"] > records[0]["eval/f1"]
     assert json.loads((tmp_path / "run/summary.json").read_text(encoding="utf-8"))["adapter_step"] == 0
     stderr = capsys.readouterr().err
     assert "step 2: the retriever failed on 12 validation questions; it is ignored" in stderr

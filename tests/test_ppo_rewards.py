@@ -9,6 +9,7 @@ import pytest
 
 from r3lite import ppo
 from tests.cold_start import arguments, logged
+from tests.errors import shows
 
 OWN = """
 def brevity(episode, most=3):
@@ -48,7 +49,7 @@ def folder(tmp_path, monkeypatch):
     sys.modules.pop("my_rewards", None)
 
 
-def test_every_part_is_in_the_metrics_and_the_episodes(cold, folder):
+def test_every_part_is_in_the_metrics_and_the_episodes(cold, folder, capsys):
     """Run as users do, by the console's module and from their own folder."""
     flags = arguments(cold, folder / "run", *SHORT, "--config", "my.toml")
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
@@ -71,6 +72,7 @@ def test_every_part_is_in_the_metrics_and_the_episodes(cold, folder):
     resume = ["--config", str(folder / "run" / "config.toml"), "--output", str(folder / "run"), "--resume", "auto"]
     assert ppo.main(resume) == 0
     assert ppo.main([*resume, "--rewards", "answer_f1=1"]) == 1
+    assert shows(capsys.readouterr().err, "resume-settings-differ", "rewards (was")
 
 
 def test_a_missing_part_leaves_its_episodes_out(cold, folder):

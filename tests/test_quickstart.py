@@ -153,13 +153,13 @@ def test_the_last_lines_are_whole_commands_for_own_documents(tmp_path, capsys):
         resolve(name, config, arguments).check_settings(name)
 
 
-@pytest.mark.parametrize("status", [INTERRUPTED, TERMINATED])
-def test_a_training_that_is_interrupted_says_how_to_score_it(tmp_path, capsys, status):
+@pytest.mark.parametrize(("status", "error"), [(INTERRUPTED, KeyboardInterrupt), (TERMINATED, Terminated)])
+def test_a_training_that_is_interrupted_says_how_to_score_it(tmp_path, capsys, status, error):
     """After 48 minutes there was only the command that continues RL, and none to the last scores."""
     config = quickstart.QuickstartConfig()
     arguments = evaluation_arguments(config, tmp_path, name="PPO", adapter=tmp_path / "ppo")
     stopped = SimpleNamespace(main=lambda arguments: status)
-    with pytest.raises((KeyboardInterrupt, Terminated)):
+    with pytest.raises(error):
         run_stage("RL", {"ppo": stopped}, "ppo", ["--x"], evaluation=arguments)
     *_, command = capsys.readouterr().err.strip().split("score it with: ")
     _, _, name, *words = shlex.split(command)

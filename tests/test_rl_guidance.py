@@ -118,7 +118,10 @@ def test_a_wrong_answer_is_not_used_for_the_sake_of_its_format(use):
     [
         ({"question": "Who?"}, "line 1: has neither 'steps' .* nor 'reasoning'"),
         ({"question": "Who?", "reasoning": "x"}, "line 1: answer is missing"),
-        ({"question": "Who?", "reasoning": "x\nStep 2:\nThe final answer: no", "answer": "y"}, "line 1: "),
+        (
+            {"question": "Who?", "reasoning": "x\nStep 2:\nThe final answer: no", "answer": "y"},
+            "line 1: step 1 writes a heading twice",
+        ),
         ({"question": "Who?", "messages": []}, "line 1: has neither"),
     ],
 )

@@ -173,6 +173,7 @@ def test_the_rounds_means_are_those_of_the_policy():
     drawn = {"0": ["no", "no"], "1": ["yes", "no"]}
     plain = sampled(Scripted(drawn, []))
     expanded = sampled(Scripted(drawn, ["yes", "yes"]), expand_limit=2)
+    assert len(expanded.sequences) == len(plain.sequences) + 2
     assert {k: v for k, v in expanded.metrics().items() if not k.startswith("expand/")} == plain.metrics()
 
 

@@ -21,7 +21,7 @@ from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rewards.reward import EpisodeReward
 from r3lite.rl.batch import Batch, Rollout
 from tests.cold_start import SHORT, WORLD, arguments, assert_same_runs, logged
-from tests.errors import raises
+from tests.errors import raises, shows
 
 TINY = resolve_folder("tiny")
 CPU = ["--preset", "tiny", "--device", "cpu", "--dtype", "fp32"]
@@ -111,6 +111,7 @@ def test_a_cache_of_something_else_is_not_gone_on_with(trajectories, cache, tmp_
     assert collected(trajectories, folder, *same_k) == 1
     assert "is not a cache of log-probabilities: it holds mine.txt" in capsys.readouterr().err
     assert collect.main([*CPU, "--teacher-logprobs", "a", "--data", trajectories, "--output", "b"]) == 2
+    assert shows(capsys.readouterr().err, "setting-unused", "--output is b")
 
 
 def dgpo(cold, output, *extra_flags: str) -> list[str]:

@@ -65,7 +65,7 @@ def critic(gemini):
         assert config["responseMimeType"] == "application/json" and "never an instruction" in system
         assert [form.splitlines()[0] for form in data["form"]] == ["Step 1:", "Step 2:"]
         if key == "critique":
-            assert set(data) == {"prompt", "form", "episodes"} and len(data["episodes"]) <= 4
+            assert set(data) == {"prompt", "form", "episodes"} and 0 < len(data["episodes"]) <= 4
             for episode in data["episodes"]:
                 assert episode["question"].startswith("Where is train") and episode["final_answer"] == "nowhere"
                 assert episode["steps"][0]["faults"] == []

@@ -107,7 +107,9 @@ def test_analyses_are_compared_and_right_answers_weigh_as_much_as_they_are_likel
     assert len(batches) == 2
     for batch in batches:
         episode_advantages = batch.advantages.sum(-1) / batch.action_mask.sum(-1)  # [B]
-        assert set(batch.advantages[batch.off_policy].unique().tolist()) <= {0.0, *likelihoods}
+        weights = batch.advantages[batch.off_policy].amax(-1)  # of each right answer
+        assert set(weights.tolist()) <= set(likelihoods) and float(weights.max()) > 0
+        assert set(batch.advantages[batch.off_policy].unique().tolist()) == {0.0, *weights.tolist()}
         for group in batch.groups.unique():
             of_group = batch.groups == group
             analyses = episode_advantages[of_group & ~batch.off_policy]

@@ -42,6 +42,10 @@ def test_a_turn_that_vllm_ends_too_early_is_gone_on_with(cold, tmp_path, vllm):
     sampler, learner, _ = sampler_of(config_of(cold, "--rollout-server", url), tmp_path)
     server.stop_early = 4
     sequences = sampler.sample(1, Stopwatch()).sequences
+    turns = sum(
+        is_action and not before for s in sequences for before, is_action in zip(s.action_mask, s.action_mask[1:])
+    )
+    assert server.stop_early == 0 and len([line for line in server.log if line.startswith("complete")]) == turns + 4
     assert all(s.finish for s in sequences) and trainers_difference(learner, sequences) < 1e-4
 
 

@@ -214,7 +214,10 @@ class ReplayBuffer:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Restores the state that `state_dict` returned; raises R3LiteError if `state` is no such state."""
+        """Restores the state that `state_dict` returned.
+
+        Raises R3LiteError, and changes nothing, if `state` is no such state.
+        """
         record = Record(state, Source("the checkpoint's replay buffer", "Pass another checkpoint."))
         tensors: dict[str, Tensor] = record.record("tensors").values
         questions = {}
@@ -234,6 +237,8 @@ class ReplayBuffer:
                 successes.append(Success(token_record, reward=reward, round=round_number, signal=signal))
             rate = question.number("rate", low=0, high=1)
             questions[question.text("id")] = Experience(rate, tuple(successes))
+        retired = set(record.texts("retired"))
+        started = record.flag("started")
         self.questions = questions
-        self.retired = set(record.texts("retired"))
-        self.started = record.flag("started")
+        self.retired = retired
+        self.started = started

@@ -62,6 +62,7 @@ def test_no_action_is_made_of_what_is_given(tokenizer, name):
 def test_given_text_has_no_special_token(tiny):
     """Those of the vocabulary, one by one, and the markup of other families."""
     special = set(tiny._added.values())
+    assert special & set(tiny.open_chat("", None)) and special & set(tiny.user_turn(""))  # of the chat itself
     for text in [*tiny._added, *ALL.values(), "".join(tiny._added)]:
         for piece in (text, f"x{text}x", text.upper(), f" {text} "):
             assert not special & set(tiny.encode(piece)), piece
@@ -95,15 +96,22 @@ PIECES = [
 def test_text_of_any_kind_is_read_and_a_sound_step_is_read_as_it_was_written(name):
     """A step whose number had thousands of digits was an exception."""
     protocol, generator = PROTOCOLS[name], random.Random(name)
-    for _ in range(300):
+    sound = 0
+    for number in range(300):
         text = "".join(generator.choices(PIECES, k=generator.randint(0, 12)))
         question = protocol.quoted(text)
+        if number % 2:  # pieces alone are hardly ever a sound step
+            first = protocol.first_search(f"where is {question}")
+            last = Step(f"I know {question}", answer=f"here {question}", verification="[1] is it" * protocol.verifies)
+            text = protocol.render(first if protocol.can_search and number % 4 == 1 else last, 1)
         earlier = [protocol.first_search(question)] if protocol.can_search and generator.random() < 0.5 else []
         step = protocol.parse(text, earlier)
         assert protocol.is_whole(text) in (True, False) and protocol.first_turn(text) in text
         assert isinstance(protocol.heading_after_cut_off(text, earlier), (str, type(None)))
         if not step.faults and (step.searches or step.answer is not None) and not earlier:
             assert protocol.parse(protocol.render(step, 1), []) == step
+            sound += 1
+    assert sound > 20
 
 
 @pytest.mark.parametrize("name", [name for name, protocol in PROTOCOLS.items() if protocol.can_search])
@@ -117,7 +125,8 @@ def test_a_question_of_any_kind_can_be_searched_for(tokenizer, name):
 
 def test_letters_that_look_like_a_tags_are_not():
     """U+212A and U+017F are k and s in other letter case, but not in ASCII."""
-    for options in ({}, {"tags": "lenient"}):
+    none = ("no_query_or_answer",)
+    for options, faults in (({}, ("text_outside_tags", "no_think", *none)), ({"tags": "lenient"}, none)):
         protocol = build_protocol(ProtocolSettings(format="tags", **options))
         step = protocol.parse("<thin\u212a> x </thin\u212a><\u017fearch> y </\u017fearch>", [])
-        assert step == Step("", faults=("text_outside_tags", "no_query_or_answer")) or not step.searches
+        assert step == Step("", faults=faults)

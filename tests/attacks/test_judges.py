@@ -92,6 +92,7 @@ def test_a_judge_on_this_device_gets_no_special_token_of_an_episode(tiny):
         return [token for token in tiny.open_chat(question.text, None, question.earlier) if token in special]
 
     plain = markup("Oslo")
+    assert plain
     for attack, text in EVERYWHERE.items():
         assert markup(text) == plain, attack
 

@@ -169,6 +169,10 @@ WRITTEN = {
 }
 
 
+# One answer each, and the right one: on the line after its heading, or within the thought, which is a fault.
+ONE_ANSWER = {WRITTEN["r3"][2], WRITTEN["tags"][3]}
+
+
 @pytest.mark.parametrize("format", WRITTEN)
 def test_two_answers_or_none_are_not_the_right_one(format):
     protocol = build_protocol(ProtocolSettings(format=format))
@@ -178,9 +182,8 @@ def test_two_answers_or_none_are_not_the_right_one(format):
             episode = Episode(QUESTION, [step], ANSWERED if step.answer else MALFORMED)
             if step.answer is None or step.faults:
                 assert paid("strict_format", episode) == 0, text
-            assert paid("exact_match", episode) == 0 or not step.searches, text
-            two = text.count("nswer: ") > 1 or text.lower().count("<answer>") > 1 or text.count("<SOLUTION>") > 1
-            assert not (two and step.answer), text
+            assert paid("exact_match", episode) == (text in ONE_ANSWER), text
+            assert step.answer == ("Lagan" if text in ONE_ANSWER else None), text
 
 
 REPEATED = {

@@ -13,17 +13,20 @@ SHORT = ["--max-new-tokens", "12", "--max-hops", "1", "--questions", "2", "--pai
 
 
 @pytest.mark.parametrize(
-    ("bench", "flags"),
-    [(drafts, ["--batches", "2", "--temperatures", "1"]), (sharing, ["--group", "2"])],
+    ("bench", "flags", "less", "more"),
+    [(drafts, ["--batches", "2", "--temperatures", "1"], None, "tokens_a_pass"),
+     (sharing, ["--group", "2"], "decoded", "decoded_own_rows")],
     ids=["drafts", "sharing"],
-)
-def test_both_sides_of_a_bench_sample_the_same_episodes(tmp_path, bench, flags):
+)  # fmt: skip
+def test_both_sides_of_a_bench_sample_the_same_episodes(tmp_path, bench, flags, less, more):
+    """One of them with drafts that are accepted, or with fewer rows."""
     bench.main([*SHORT, *flags, "--results", str(tmp_path), "--note", "a test"])
     [path] = tmp_path.glob("*.json")
     [run] = json.loads(path.read_text(encoding="utf-8"))["runs"]
     [record] = run["records"]
     assert record["model"] == "tiny" and run["precision"] == "fp32"
     assert record["equal_episodes"] == record["episodes"] >= 2
+    assert record[more] > (record[less] if less else 1)
 
 
 def test_other_flags_are_settings_of_evaluate(tmp_path):

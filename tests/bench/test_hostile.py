@@ -98,8 +98,12 @@ def test_exceptions_and_errors_that_do_not_name_their_file_are_noticed():
 
 
 def test_odd_values_are_what_json_dumps_does_not_write():
+    codes = []
     for number, raw in enumerate(generated.RAW):
         text = generated.encoded({"a": f"@RAW{number}@"})
         assert raw.encode() in text
-        with pytest.raises(R3LiteError):
+        with pytest.raises(R3LiteError) as error:
             parse(text)
+        codes.append(error.value.code)
+    numbers = ["not-a-json-number"] * 2 + ["json-number-too-large"] * 2 + ["json-digits"]
+    assert codes == [*numbers, "surrogate", "json-too-deep", *["not-json"] * 3]

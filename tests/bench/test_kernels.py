@@ -179,7 +179,9 @@ def test_a_graph_is_one_launch(decoded):
 
 
 def test_prefill_reads_the_weights_once(decoded):
-    for (_, by), split_counts in counts(partial(counted.prefill, tokens=64)).items():
+    prefilled = counts(partial(counted.prefill, tokens=64))
+    assert {by for _, by in prefilled} == {OURS, PEFT, MERGED}
+    for (_, by), split_counts in prefilled.items():
         weights = 2 * WEIGHTS * (1 if by == MERGED else 1.02)
         products = sum(split_counts.layer.moved[name] for name in PRODUCTS)
         assert weights < products < weights + 64 * 30_000, by

@@ -21,10 +21,10 @@ def test_a_command_takes_what_was_planned_and_its_turns_are_full(folder, monkeyp
     monkeypatch.setattr(Learner, "learn", lambda self, batch, seed: batches.append(batch) or learn(self, batch, seed))
     speeds = Speeds("x", {"fp32": 1e10}, {"fp32": 1e11}, 1e-6, MEASURED)
     monkeypatch.setattr(memory.speed, "measure", lambda device, product, dtypes: speeds)
+    monkeypatch.setattr(memory, "round", lambda number, digits: number, raising=False)  # to a tenth: 5 % of the peak
     record = memory.measure(case, folder, FP32)
-    assert record["planned_off_percent"] == pytest.approx(
-        100 * (record["planned_mib"] - record["peak_mib"]) / record["peak_mib"], abs=5
-    )
+    off = 100 * (record["planned_mib"] - record["peak_mib"]) / record["peak_mib"]
+    assert record["planned_off_percent"] == pytest.approx(off)
     assert record["planned_mib"] == pytest.approx(record["peak_mib"], rel=0.15)
     assert record["resident_mib"] > 100 > record["peak_mib"] and record["reserved_mib"] is None
     lengths = [row.sum().item() for batch in batches for row in batch.action_mask]
@@ -33,12 +33,12 @@ def test_a_command_takes_what_was_planned_and_its_turns_are_full(folder, monkeyp
     for phase in timed:
         measured, predicted = record[f"{phase}_s"], record[f"predicted_{phase}_s"]
         assert 0 < measured < 60 and 0 < predicted < 60
-        rounding = 100 * 0.001 * (predicted + measured) / measured**2  # seconds are told in three digits
-        assert record[f"{phase}_off_percent"] == pytest.approx(100 * (predicted / measured - 1), abs=1 + rounding)
+        assert record[f"{phase}_off_percent"] == pytest.approx(100 * (predicted / measured - 1))
     assert [name for name in record if name.endswith("_s")] == [
         n for w in timed for n in (f"{w}_s", f"predicted_{w}_s")
     ]
-    assert set(record) <= set(memory.COLUMNS)
+    of_samples = {"sample_s", "predicted_sample_s", "sample_off_percent"}
+    assert set(record) == set(memory.COLUMNS) - (set() if "sample" in timed else of_samples)
 
 
 def test_algorithms_that_are_guided_have_their_trace_and_their_replay(folder):

@@ -20,7 +20,10 @@ def test_a_guard_is_where_the_list_says(mutant):
     """If its line was changed, change the list, too."""
     text = (mutants.ROOT / mutant.file).read_text(encoding="utf-8")
     compile(mutant.mutated(text), mutant.file, "exec")
-    assert all((mutants.ROOT / test.partition("::")[0]).exists() for test in mutant.tests)
+    assert mutant.tests
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        assert f"def {name.partition('[')[0]}" in (mutants.ROOT / file).read_text(encoding="utf-8"), test
 
 
 @pytest.mark.slow

@@ -100,25 +100,40 @@ def test_a_group_of_trls_is_sampled_once_and_learned_from_in_mini_batches(folder
     assert [tuple(step["completion_ids"].shape) for step in steps] == [(4, 5), (4, 5)]
 
 
-def test_sft_without_checkpointing_holds_more_and_learns_the_same(folder):
+@pytest.fixture
+def trained_models(monkeypatch) -> list:
+    """The models that peers train."""
+    models, make = [], peers.peft_model
+    monkeypatch.setattr(peers, "peft_model", lambda *arguments: models.append(make(*arguments)) or models[-1])
+    return models
+
+
+def assert_equal_adapters(models) -> None:
+    """Two models have learned the same, and something."""
+    first, second = ({name: p for name, p in model.named_parameters() if p.requires_grad} for model in models)
+    assert all(torch.allclose(p, second[name], atol=1e-6) for name, p in first.items())
+    assert any(p.any() for name, p in first.items() if "lora_B" in name)
+
+
+def test_sft_without_checkpointing_holds_more_and_learns_the_same(folder, trained_models):
     recomputing, keeping = peers.sft(folder, 256, FP32)
     peaks = [peak_mib(work) for work in (recomputing, keeping, recomputing)]
     assert peaks[1] > 1.1 * peaks[0] and peaks[2] == pytest.approx(peaks[0], rel=0.02)
+    trained_models.clear()
+    for is_kept in (False, True):
+        torch.manual_seed(0)  # of the adapter's first weights
+        peers.sft(folder, 256, FP32)[is_kept]()
+    assert_equal_adapters(trained_models)
 
 
-def test_trls_loss_makes_the_same_steps(folder, monkeypatch):
+def test_trls_loss_makes_the_same_steps(folder, trained_models):
     pytest.importorskip("trl")
-    models = []
-    make = peers.peft_model
-    monkeypatch.setattr(peers, "peft_model", lambda *arguments: models.append(make(*arguments)) or models[-1])
     for fused in (False, True):
         torch.manual_seed(0)  # of the adapter's first weights
         recomputing, keeping = peers.sft(folder, 256, FP32, fused)
         recomputing()
         keeping()
-    weights = [{name: p for name, p in model.named_parameters() if p.requires_grad} for model in models]
-    assert all(torch.allclose(p, weights[1][name], atol=1e-6) for name, p in weights[0].items())
-    assert any(p.any() for name, p in weights[0].items() if "lora_B" in name)
+    assert_equal_adapters(trained_models)
 
 
 def test_rows_and_prompts_have_the_length_that_is_asked_for(folder, tmp_path):

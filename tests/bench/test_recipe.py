@@ -411,6 +411,13 @@ def test_what_is_recorded_and_shown(way, tmp_path, capsys):
     assert {label: recipe_page.title(label) for label in titles} == titles
 
 
+def test_the_page_has_commands_of_every_stage():
+    """Without any, nothing of the page would be tested."""
+    stages = {f"r3lite.{name}" for name in ("prepare", "collect", "sft", "ppo", "evaluate")}
+    benches = {f"bench.{name}" for name in ("headroom", "recipe", "card")}
+    assert {module for module, _ in COMMANDS_OF_THE_PAGE} == stages | benches
+
+
 @pytest.mark.parametrize(("module", "words"), COMMANDS_OF_THE_PAGE)
 def test_every_command_of_the_page_is_understood(module, words):
     if module == "bench.recipe":

@@ -75,8 +75,9 @@ def test_titles_are_linked_in_the_order_of_the_sentence():
 
 def test_each_gap_has_one_answer():
     """What a document has twice is not asked for, and a gap that two texts fill is not either."""
-    texts = [question.text for question in ClozeMaker(DOCUMENTS).questions(0)]
-    assert not any("office in (1)" in text for text in texts)
+    workers = "The firm of the old harbour has an office in Malmö. Its workers live in {} on the coast."
+    once, twice = (Document("w", "notes", workers.format(town)) for town in ("Lund", "Malmö"))
+    assert len(ClozeMaker([once]).questions(0)) == 2 and ClozeMaker([twice]).questions(0) == []
     rain = Document("r", "Rain", "The weather on that day was (see 5) wet. It cost the town 90 pounds.")
     snow = Document("s", "Rain", "It cost the town 70 pounds. The other sentence (1) has a mark, see page 9.")
     assert not any("cost the town" in question.text for question in ClozeMaker([rain, snow]).questions(0))

@@ -99,6 +99,6 @@ def test_the_question_is_the_query_and_one_that_fails_gives_no_row(tokenizer, tm
 
 def test_a_question_without_room_is_named_as_in_the_evaluation(tokenizer, tmp_path):
     layout = layout_of(tokenizer, "rag", max_length=300, max_new_tokens=100)
-    with raises(R3LiteError, "length-too-small", "300", "a"):
+    with raises(R3LiteError, "length-too-small", "300", "question a "):
         write_plain_rag([OSLO], lambda pairs: [DOCUMENTS], layout, tmp_path / "rag.jsonl")
     assert not (tmp_path / "rag.jsonl").exists()

@@ -183,13 +183,13 @@ def test_questions_that_cannot_be_asked_are_refused_with_their_source(sources, k
 
 def test_a_file_that_is_not_there_is_told_with_its_source():
     mixture = SourceSettings((SourceEntry("nowhere.jsonl=2"),))
-    with raises(R3LiteError, "bad-source", "nowhere"):
+    with raises(R3LiteError, "bad-source", "the source nowhere: "):
         questions(mixture)
 
 
 def test_a_source_that_is_held_out_whole_is_told():
     """It was told that no row fits into --max-length."""
-    with raises(R3LiteError, "source-all-held-out", "b"):
+    with raises(R3LiteError, "source-all-held-out", "the source b "):
         encode_rows_of({"a": [Conversation("1", ())], "b": []}, {})
 
 

@@ -100,6 +100,7 @@ def test_torchrun_goes_on_from_the_last_checkpoint_after_a_kill(processes, toy, 
     os.kill(ranks[0], signal.SIGKILL)
     assert seconds_until_over(ranks) < WITHIN
     assert run.end() == [0], run.output()
+    assert f"continuing from {tmp_path / 'run' / 'checkpoint-'}" in run.output()  # and not from the beginning
     assert_same_runs(tmp_path / "run", tmp_path / "whole", 30)
 
 
@@ -125,6 +126,7 @@ def test_twenty_random_kills(processes, toy, tmp_path, command, kills, steps):
         times.append(seconds_until_over(ranks))
     assert run.end() == [0], run.output()
     print(f"{command}: {kills} kills, all processes over after {max(times):.1f} s at most")
+    assert run.output().count("continuing from ") > kills / 2  # a kill may come before the first checkpoint
     assert max(times) < WITHIN
     assert_same_runs(tmp_path / "run", tmp_path / "whole", steps)
 
@@ -137,7 +139,9 @@ def test_a_checkpoint_resumes_at_another_world_size(processes, toy, tmp_path, co
 
     assert processes(1).run(command, arguments("whole"), "paid") == [0]
     assert processes(first_size).run(command, arguments("run", "--stop-after", "2"), "paid") == [0] * first_size
-    assert processes(resumed_size).run(command, arguments("run", "--resume", "auto"), "paid") == [0] * resumed_size
+    resumed = processes(resumed_size)
+    assert resumed.run(command, arguments("run", "--resume", "auto"), "paid") == [0] * resumed_size
+    assert f"continuing from {tmp_path / 'run' / 'checkpoint-2'}\n" in resumed.stderr_of(0)
     weights, of_metrics = differences(tmp_path / "whole", tmp_path / "run")
     assert weights <= 1e-6 and of_metrics <= 1e-5
 
@@ -230,6 +234,7 @@ def test_all_end_and_the_step_before_is_saved(processes, toy, tmp_path, victim, 
     assert f"step {step} is saved" in log and len(metrics.read(tmp_path / "run" / run_files.METRICS)) == step
     run_uninterrupted(processes, ("sft", sft(toy, tmp_path / "whole", *flags)))
     run_uninterrupted(processes, ("sft", sft(toy, tmp_path / "run", *flags, "--resume", "auto")))
+    assert f"checkpoint-{step}\n" in processes(2).stderr_of(0)
     assert_same_runs(tmp_path / "run", tmp_path / "whole", 60)
 
 

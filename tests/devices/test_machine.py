@@ -2,6 +2,7 @@
 
 import platform
 import shutil
+import socket
 import subprocess
 
 import pytest
@@ -59,7 +60,10 @@ def test_a_missing_program_is_no_error(monkeypatch):
 
 
 def test_this_machine_is_described_and_its_name_is_not(monkeypatch):
-    monkeypatch.setattr(platform, "node", lambda: "alices-laptop")
+    uname = platform.uname()._replace(node="alices-laptop")
+    monkeypatch.setattr(platform, "uname", lambda: uname)
+    monkeypatch.setattr(socket, "gethostname", lambda: "alices-laptop")
+    assert platform.node() == "alices-laptop"
     facts = machine.describe(torch.device("cpu"), {})
     assert facts["card"] is None and facts["threads"] == torch.get_num_threads() and facts["torch"] == torch.__version__
     assert facts["default_dtype"] in ("fp32", "bf16") and (facts["memory_mib"] is None or facts["memory_mib"] > 100)

@@ -47,7 +47,10 @@ def test_on_a_cpu_auto_is_bf16_where_the_processor_is_fast_in_it(monkeypatch, tm
 
 @pytest.mark.parametrize(("has_bf16", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
 def test_on_a_card_auto_is_bf16_or_fp16_and_never_fp32(monkeypatch, has_bf16, dtype):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: has_bf16)
+    supported = {False: has_bf16, True: True}  # every card emulates it
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported[including_emulation]
+    )
     assert precision.resolve_dtype("auto", torch.device("cuda")) == dtype
 
 

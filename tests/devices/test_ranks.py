@@ -39,6 +39,8 @@ def test_one_process_divides_nothing_and_imports_no_torch_distributed():
     assert ALONE.gather("x") == ["x"] and ALONE.from_first(lambda: 1) == 1
     script = (
         "import sys\n"
+        "import torch\n"
+        "sys.modules['torch.distributed'] = None  # torch has imported it; whoever imports it now has an ImportError\n"
         "from r3lite.core.processes import torchrun_world\n"
         "from r3lite.devices.ranks import ALONE, join_ranks\n"
         "before = set(sys.modules)\n"

@@ -73,7 +73,10 @@ def test_what_is_measured_is_what_times_are_predicted_from(timed):
 
 @pytest.mark.parametrize(("native", "has"), [(True, True), (False, False)])
 def test_a_card_that_only_emulates_bf16_does_not_have_it(monkeypatch, native, has):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: native)
+    supported = {False: native, True: True}
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: supported[including_emulation]
+    )
     assert speed.has_dtype(torch.device("cuda"), "bf16") == has
     assert speed.has_dtype(torch.device("cuda"), "fp16") and speed.has_dtype(CPU, "bf16")
 

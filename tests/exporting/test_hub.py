@@ -171,8 +171,9 @@ def test_refusals_have_a_remedy(hub, folder):
     hub.refuses = True
     done = export(hub, folder, "--push", "me/model", "--yes")
     assert done.returncode == 1 and "the upload to me/model failed" in done.stderr and not hub.files
-    assert export(hub, folder, "--yes").returncode == 2
-    assert export(hub, folder, "--push", "model").returncode == 2
+    for flags, reason in ((["--yes"], "it needs --push"), (["--push", "model"], "model is not a repository name")):
+        done = export(hub, folder, *flags)
+        assert done.returncode == 2 and reason in done.stderr
 
 
 def test_a_folder_that_is_no_export_is_not_uploaded(hub, folder):

@@ -1,6 +1,7 @@
 """Calls end: after a time in all, at a size, and at once if the run stops."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,7 +63,7 @@ def test_json_is_utf_8_whatever_charset_the_server_names(running, charset):
 def test_a_reply_is_not_unpacked_by_its_charset(running):
     packed = zlib.compress(bytes(1 << 20))
     link = Link(running(Scripted((200, packed, 0, {"content-type": "text/plain; charset=zlib"}))), "", 10, 1 << 16)
-    assert len(link.text()) <= len(packed)
+    assert 0 < len(link.text()) <= len(packed)
 
 
 def test_a_redirect_does_not_send_the_key_elsewhere(gemini, client):
@@ -138,7 +139,7 @@ def test_either_http_client_does_and_training_imports_without_any(gemini, withou
     gemini.script[0].body = b"no JSON"
     command = [sys.executable, "-c", BLOCKED, without, gemini.url]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert message in done.stdout, done.stderr
+    assert re.search(rf"{message}\b", done.stdout), done.stdout + done.stderr  # httpx is the beginning of httpx2
 
 
 def wait_until(condition, seconds=10):

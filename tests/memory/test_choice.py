@@ -58,7 +58,7 @@ def test_what_is_chosen_fits_and_more_memory_never_makes_it_slower(size, algorit
         fitted += 1
         assert peak(w, memory) <= budget
         if memory.nf4:  # only where nothing else fits
-            with pytest.raises(R3LiteError):
+            with raises(R3LiteError, "budget-too-small"):
                 choose(w, {"nf4": False}, budget)
         if w.trains and previous:
             slowdowns = memory.nf4, memory.recompute_layers
@@ -170,7 +170,10 @@ def test_a_budget_that_is_no_amount_of_memory_is_refused(text):
 
 def test_on_a_cpu_offload_is_not_counted_on():
     w = qwen("0.5b", **WORKLOADS["sft"])
-    assert peak(w, Memory(offload=True, recompute_layers=24)) == peak(w, Memory(recompute_layers=24))
+    offloaded, resident = Memory(offload=True, recompute_layers=24), Memory(recompute_layers=24)
+    assert peak(w, offloaded) == peak(w, resident)
+    card = replace(w, on_cuda=True)
+    assert peak(card, offloaded) < peak(card, resident)
 
 
 def test_streaming_is_named_where_a_base_would_fit_with_it():

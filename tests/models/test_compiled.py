@@ -57,7 +57,7 @@ def test_nf4_weights(compiler, dtype, bound):
         expected = nf4.dequantize(weights, dtype)
         dense = dequantize(weights, dtype)
         assert dense.dtype == dtype and torch.allclose(dense, expected, rtol=bound, atol=0)
-    assert compiled_graphs() <= 2  # one group is another case than several
+    assert 0 < compiled_graphs() <= 2  # one group is another case than several
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_gradients(compiler, make, recompute):
     expected = gradients(model)
     compiled.enable(model)
     assert model.model.layers[0].mlp.up_proj.base.dequantize is not nf4.dequantize
-    assert off(gradients(model), expected) <= 1e-5
+    assert off(gradients(model), expected) <= 1e-5 and compiled_graphs() > 0
 
 
 def test_a_compilation_that_fails_tells_what_helps(monkeypatch, small_model):

@@ -20,7 +20,7 @@ from r3lite.models.packing import Pack
 from r3lite.models.qwen3_5 import LINEAR
 from r3lite.models.rotary import LinearScaling
 from r3lite.models.saving import save_merged
-from r3lite.models.weights import checkpoint_tensors, load_model
+from r3lite.models.weights import checkpoint_tensors, layer_linears, load_model
 from tests.models.test_causal_lm import cache_error, prefilled, step
 
 transformers = pytest.importorskip("transformers")
@@ -261,6 +261,7 @@ def test_nf4_is_the_dequantized_model(folders, kind):
     """Llama's layers have no biases, and Qwen3's norms of heads stay dense."""
     packed = load_model(folders(kind, SMALL), torch.float32, "cpu", quantize=True)
     dense = load_model(folders(kind, SMALL), torch.float32, "cpu")
+    assert layer_linears(dense) and not layer_linears(packed)
     for name, tensor in checkpoint_tensors(packed).items():
         dense.get_parameter(name).copy_(tensor)
     ids = torch.arange(7, 47)[None]

@@ -136,11 +136,11 @@ class NoMoreRows(UncompiledMode):
 def test_the_logits_are_never_there_as_a_whole(inputs):
     hidden, head, targets, _ = inputs
     hidden.requires_grad_()
-    with NoMoreRows(8):
+    with NoMoreRows(8) as loss_watch:
         token_loss(hidden, head, targets, losses_of(inputs), chunk=8, with_entropy=True)[0].backward()
     with NoMoreRows(8) as watch:
         token_logprobs(hidden, head, targets, chunk=8, with_entropy=True)
-    assert watch.most_rows == 8
+    assert loss_watch.most_rows == watch.most_rows == 8
     with pytest.raises(AssertionError, match="made a tensor"), NoMoreRows(8):
         token_logprobs(hidden, head, targets, chunk=9)
 
@@ -254,5 +254,6 @@ def test_the_logits_of_several_tokens_a_row_are_never_there_as_a_whole(inputs, i
     ids, weight = ids_and_weights
     with NoMoreRows(8) as watch:
         candidates_loss(hidden.requires_grad_(), head, ids, loss_of_candidates(weight), chunk=8)[0].backward()
+    with NoMoreRows(8) as top_watch:
         top_logprobs(hidden, head, K, chunk=8)
-    assert watch.most_rows == 8
+    assert watch.most_rows == top_watch.most_rows == 8

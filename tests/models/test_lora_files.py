@@ -118,7 +118,9 @@ def test_every_key_that_peft_writes_is_known_or_refused_if_it_is_set(small_model
     defaults = peft.LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj"]).to_dict() | {"target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(defaults, default=str))
     assert read_adapter_config(tmp_path).targets == ("q_proj",)
-    for key in defaults.keys() - {*USED_KEYS, *IGNORED_KEYS}:
+    unsupported = defaults.keys() - {*USED_KEYS, *IGNORED_KEYS}
+    assert {"alpha_pattern", "fan_in_fan_out", "layer_replication", "lora_bias", "use_dora"} <= unsupported
+    for key in unsupported:
         (tmp_path / "adapter_config.json").write_text(json.dumps(saved_config | {key: ["x"]}))
         with pytest.raises(R3LiteError, match=rf"{key} is \['x'\], which r3lite does not support"):
             read_adapter_config(tmp_path)

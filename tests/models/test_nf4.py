@@ -271,7 +271,7 @@ def test_a_merged_adapter_leaves_dense_layers(small_model, write_folder, tmp_pat
         assert type(merged) is nn.Linear and merged.weight.dtype == dtype and not merged.weight.requires_grad
     assert isinstance(model.model.layers[0].mlp.up_proj, Nf4Linear)  # had no adapter
     assert isinstance(model.model.layers[0].self_attn.q_proj, LoraLinear)  # still has the other
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="a layer has dense linears"):
         save_nf4(model, folder, tmp_path / "out")
 
 

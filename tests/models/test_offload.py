@@ -60,7 +60,7 @@ def test_nothing_is_put_between_takes():
     for x in tensors(2):
         host.put(x)
     host.take()
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="all that was put must be taken"):
         host.put(torch.zeros(1))
 
 

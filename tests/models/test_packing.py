@@ -52,7 +52,7 @@ def pack(rows) -> Pack:
 
 def test_every_row_has_its_tokens_at_their_positions():
     packed = pack(ROWS)
-    for row, places in zip(ROWS, packed.places):
+    for row, places in zip(ROWS, packed.places, strict=True):
         assert packed.tokens[0, places].tolist() == row
         assert packed.positions[0, places].tolist() == list(range(len(row)))
 
@@ -80,7 +80,7 @@ def test_states_and_gradients_are_those_of_the_rows_by_themselves(model, recompu
     packed = pack(ROWS)
     hidden = model(packed.tokens, packed)[0]
     together = [hidden[places] for places in packed.places]
-    for states, row_states in zip(together, alone):
+    for states, row_states in zip(together, alone, strict=True):
         torch.testing.assert_close(states, row_states, rtol=1e-4, atol=1e-5)
     sum((states * weight)[:-1].sum() for states, weight in zip(together, weights)).backward()
     for p, grad in zip(parameters, expected):

@@ -37,6 +37,8 @@ def test_a_loaded_model_and_its_adapters_are_stacked(small_model, write_folder, 
     source = small_model(**SIZES)
     model = load_model(write_folder(source, tmp_path), torch.float32, "cpu", quantize=quantize_it)
     lora.add_adapter(model, "a", 4, 8)
+    for i, parameter in enumerate(lora.adapter_parameters(model, "a").values()):  # every B of a fresh one is 0
+        parameter.data.normal_(0, 0.1, generator=torch.Generator().manual_seed(i))
     lora.set_adapter(model, "a")
     for layer in model.model.layers:
         for stack in ((layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj),

@@ -162,6 +162,7 @@ def test_a_layer_is_copied_while_the_one_before_it_computes(folder, work, monkey
     assert not waits  # whoever reads a result waits for it, nothing else
     last = len(model.model.layers) - 1
     computes = dict.fromkeys(starts)
+    assert len(copies) > len(model.model.layers)
     for layer, work_before in copies[1:]:  # the very first layer has none before it
         during = [running for running, place in computes if place == work_before]
         hidden = during and during[0] in (layer - 1, layer + 1, last)

@@ -188,4 +188,5 @@ def test_another_base_has_another_fingerprint(small_model, write_folder, tmp_pat
         write_folder(small_model(num_hidden_layers=2), tmp_path / "shallow"),
         tmp_path / "merged",
     ]
-    assert len({fingerprint(path) for path in [folder, *variants]}) == 5
+    fingerprints = {fingerprint(path) for path in [folder, *variants]}
+    assert len(fingerprints) == 5 and None not in fingerprints

@@ -47,6 +47,7 @@ def test_every_choice_of_baseline_has_its_opening():
 def test_no_retrieval(says, tokenizer):
     searches = []
     sequences = says("no-retrieval", " Ada").run(QUESTIONS, ["0", "1"], searches.extend)
+    assert len(sequences) == len(QUESTIONS)
     for sequence in sequences:
         episode = sequence.episode()
         assert (episode.prediction, episode.finish, episode.search_count) == ("Ada", ANSWERED, 0)
@@ -65,6 +66,7 @@ def test_single_retrieval_asks_the_question_once(says, tokenizer):
 
     sequences = says("single-retrieval", " Rome").run(QUESTIONS, ["0", "1"], retrieve)
     assert calls == [[("a", "Who wrote it?"), ("b", "Where is it?")]]
+    assert len(sequences) == len(QUESTIONS)
     for sequence in sequences:
         episode = sequence.episode()
         assert (episode.prediction, episode.finish, episode.search_count) == ("Rome", ANSWERED, 1)

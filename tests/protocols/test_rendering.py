@@ -81,9 +81,10 @@ def test_a_template_in_the_configuration_is_named_by_that_file(model):
 
 def test_where_a_process_has_no_limits_of_its_own_time_is_limited(tmp_path, monkeypatch, renderer):
     """Windows has no module `resource`."""
-    (tmp_path / "resource.py").write_text("raise ImportError", encoding="utf-8")
+    (tmp_path / "resource.py").write_text("open(__file__ + '.tried', 'w')\nraise ImportError", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     assert renderer.render("{{ 'a' * 3 }}", {}) == "aaa"
+    assert (tmp_path / "resource.py.tried").exists()
     monkeypatch.setattr(rendering, "SECONDS", 2.0)
     with pytest.raises(rendering.LimitExceeded, match="more than 2 seconds"):
         renderer.render(LOOP, {})

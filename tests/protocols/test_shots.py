@@ -38,6 +38,7 @@ def test_the_example_is_what_the_protocol_itself_writes(settings):
 
 def test_the_example_in_tags_is_one_turn():
     protocol = build_protocol(ProtocolSettings(format="tags", information_open="<found>", information_close="</found>"))
+    searches = 0
     for user, assistant in zip(protocol.shots[::2], protocol.shots[1::2], strict=True):
         question = user["content"].partition("Question: ")[2].partition("\n")[0]
         assert user["content"].endswith(protocol.question_message(question))
@@ -48,8 +49,10 @@ def test_the_example_in_tags_is_one_turn():
             assert documents.startswith("Doc 1(Title: ")
             steps.append(protocol.parse(turn, steps))
             assert not steps[-1].faults and protocol.render(steps[-1], 1) == turn
+        searches += len(steps)
         answer = protocol.parse(last, steps)
         assert not answer.faults and answer.answer and protocol.render(answer, 1) == last
+    assert (len(protocol.shots), searches) == (4, 3)
 
 
 def test_an_episode_opens_with_the_example(qwen):

@@ -173,6 +173,8 @@ def test_a_step_that_holds_the_tags_is_not_trained_on(name):
 
 def test_any_mixture_of_pieces_is_read_without_an_error():
     pieces = [*(end for tag in STRICT.markup.tags for end in (tag.opening, tag.closing)), " x", "\n"]
+    pieces += [THOUGHT, ANSWER]  # without which no mixture of four is free of faults in strict reading
+    faultless = 0
     for mixture in itertools.product(pieces, repeat=4):
         for protocol in (STRICT, LENIENT):
             step = protocol.parse("".join(mixture), [])
@@ -181,6 +183,8 @@ def test_any_mixture_of_pieces_is_read_without_an_error():
                 assert protocol.parse(protocol.render(step, 1), []) == step
             if not step.faults and protocol is STRICT:
                 assert "".join(protocol.render(step, 1).split()) == "".join("".join(mixture).split())
+                faultless += 1
+    assert faultless == 9
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -78,7 +78,7 @@ def test_an_episode_grows_by_turns_and_documents(layout, protocol):
     assert protocol.observation("Where?", [Step.asking("a", "q", SHORT)]) in text_since_last_turn(layout, transcript)
     speak(layout, transcript, protocol.render(ANSWER, 2))
     assert transcript.finish == ANSWERED and transcript.episode().prediction == "here"
-    assert all(transcript.action_mask[end] for end in transcript.step_ends)
+    assert [transcript.action_mask[end] for end in transcript.step_ends] == [True, True]
 
 
 def test_an_observation_is_a_turn_of_its_own_or_stays_in_the_model_s(layout, protocol):

@@ -97,6 +97,7 @@ def test_markers_stand_on_their_line_and_a_single_point_has_one():
     drawn = ET.fromstring(svg(Lines("x", "Loss", "", [line])))
     points = [tuple(point.split(",")) for part in drawn.iter("polyline") for point in part.attrib["points"].split()]
     shapes = [part for part in drawn.iter("path") if part.attrib["d"] == MARKERS[2]]
+    assert len(points) == 3
     assert [f"translate({x} {y})" for x, y in points] == [shape.attrib["transform"] for shape in shapes]
     assert list(drawn.iter("circle")) == []
 

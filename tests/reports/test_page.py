@@ -46,18 +46,26 @@ def page_of(*folders, **options) -> str:
 
 
 def test_nothing_in_the_files_becomes_markup(run_folder):
-    document = {"id": HOSTILE, "title": HOSTILE, "text": HOSTILE}
-    step = {"analysis": HOSTILE, "query": HOSTILE, "documents": [document], "answer": HOSTILE, "faults": [HOSTILE]}
-    line = episode("x") | {"question": HOSTILE, "prediction": HOSTILE, "answers": [HOSTILE], "steps": [step]}
-    line |= {"gold_found": [HOSTILE], "em": 0.0, "recall": 0.5, "rewards": {HOSTILE: 1.0}}
+    names = "id title text analysis query answer fault question prediction right reward alarm type".split()  # noqa: SIM905
+    hostile = {name: f"{name} {HOSTILE}" for name in names}
+    document = {name: hostile[name] for name in ("id", "title", "text")}
+    step = {name: hostile[name] for name in ("analysis", "query", "answer")}
+    step |= {"documents": [document], "faults": [hostile["fault"]]}
+    line = episode("x") | {name: hostile[name] for name in ("question", "prediction")}
+    line |= {"answers": [hostile["right"]], "steps": [step], "gold_found": [hostile["id"]]}
+    line |= {"em": 0.0, "recall": 0.5, "rewards": {hostile["reward"]: 1.0}}
     folder = run_folder(
         "a",
-        metrics=[{"step": 1, f"rewards/{HOSTILE.replace('/', '')}/mean": 1.0, "guard/alarm": HOSTILE}],
+        metrics=[{"step": 1, f"rewards/{HOSTILE.replace('/', '')}/mean": 1.0, "guard/alarm": hostile["alarm"]}],
         episodes=[line],
         predictions=[line],
-        scores={"n": 1, "em": entry(0.5), "by_type": {HOSTILE: {"em": entry(0.1)}, "b": {"em": entry(0.2)}}},
+        scores={"n": 1, "em": entry(0.5), "by_type": {hostile["type"]: {"em": entry(0.1)}, "b": {"em": entry(0.2)}}},
     )
-    tags = Tags(page_of(folder))
+    page = page_of(folder)
+    # All of an episode is shown twice: among the episodes and among the outputs.
+    assert [name for name in names if page.count(f"{name} &lt;script&gt;") < 2] == ["alarm"]
+    assert "alarm &lt;script&gt;" in page
+    tags = Tags(page)
     assert not {"script", "img", "link", "iframe"} & set(tags.names)
     assert not [name for name, _ in tags.attributes if name.startswith("on") or name == "src"]
     assert all(value.startswith("#") for name, value in tags.attributes if name == "href")
@@ -167,9 +175,11 @@ def test_lengths_of_a_file_are_counted(tmp_path):
     assert "2+: 2" in label and "14+: 1" in label
 
 
-@pytest.mark.parametrize("line", ["[]", '{"text": "x"}'])
-def test_a_file_of_something_else_is_refused(tmp_path, line):
+@pytest.mark.parametrize(
+    ("line", "words"), [("[]", "not a JSON object"), ('{"text": "x"}', "has no rows with a question")]
+)
+def test_a_file_of_something_else_is_refused(tmp_path, line, words):
     path = tmp_path / "x.jsonl"
     path.write_text(line + "\n", encoding="utf-8")
-    with pytest.raises(R3LiteError, match=r"not a JSON object|has no rows with a question"):
+    with pytest.raises(R3LiteError, match=words):
         read_data(path, len, "words")

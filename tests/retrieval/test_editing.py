@@ -165,6 +165,7 @@ def test_what_a_kill_after_the_manifest_has_left_is_removed_by_the_next_edit(tmp
     with monkeypatch.context() as patched:
         patched.setattr(index, "tidy", lambda *_: None)
         index.add(tmp_path / "i", opened(tmp_path / "i"), [passage(8)])
+    assert (tmp_path / "i" / "added-1.faiss").exists()
     (tmp_path / "i" / ".manifest.json.17.part").touch()
     monkeypatch.setattr(building, "device_of", lambda _: "cpu")
     building.edit(settings, DocumentSettings(), tmp_path / "i")

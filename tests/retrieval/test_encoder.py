@@ -278,6 +278,7 @@ def test_an_encoder_that_wants_small_letters_gets_them(minilm, tmp_path):
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["normalizer"]["lowercase"] = False
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
-    upper, lower = BertEncoder(str(folder), "plain").encode_queries(["Blue HARBOR", "blue harbor"])
-    assert (upper == lower).all()
+    for lowers in (False, True):
+        (folder / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": lowers}))
+        upper, lower = BertEncoder(str(folder), "plain").encode_queries(["Blue HARBOR", "blue harbor"])
+        assert (upper == lower).all() == lowers

@@ -45,7 +45,11 @@ def test_search_gives_the_nearest_first_and_never_more_than_there_are():
 def test_built_in_blocks_it_is_the_same(monkeypatch):
     one_block = index_of()
     monkeypatch.setattr(index, "BLOCK", 2)
+    blocks, encode = [], HashingEncoder.encode_passages
+    counted = lambda self, documents, advance: blocks.append(len(documents)) or encode(self, documents, advance)  # noqa: E731
+    monkeypatch.setattr(HashingEncoder, "encode_passages", counted)
     assert np.array_equal(index_of().vectors.base.reconstruct_n(0, 3), one_block.vectors.base.reconstruct_n(0, 3))
+    assert blocks == [2, 1]
 
 
 def test_float64_vectors_are_taken(monkeypatch):

@@ -70,8 +70,13 @@ def test_vectors_for_dot_products_are_not_compared_by_cosine(server, encoder, mo
 def test_many_queries_are_several_requests(server, encoder, settings, monkeypatch):
     qdrant.fill(ADDRESS, PASSAGES, encoder)
     together = ask(settings)
+    requests, query = [], server.query_batch_points
     monkeypatch.setattr(qdrant, "QUERIES", 2)
+    monkeypatch.setattr(
+        server, "query_batch_points", lambda name, batch: requests.append(len(batch)) or query(name, batch)
+    )
     assert ask(settings) == together
+    assert requests == [2, 1]
 
 
 def test_filling_again_encodes_what_is_new_or_changed(server, encoder, monkeypatch):
@@ -135,7 +140,7 @@ def test_a_collection_of_others_needs_a_text_in_its_payload(server, encoder, set
 def test_one_without_a_collection_or_with_several_vectors_is_refused(server, settings):
     from qdrant_client import models
 
-    with pytest.raises(R3LiteError, match="towns"):
+    with raises(R3LiteError, "qdrant-failed", "towns", "not found"):
         ask(settings)
     server.create_collection("towns", {"a": models.VectorParams(size=384, distance=models.Distance.COSINE)})
     with raises(R3LiteError, "qdrant-named-vectors"):

@@ -96,10 +96,15 @@ def test_over_http_is_what_it_is_here(local, served):
     assert over_http(served, top_k=2)(pairs) == [row[:2] for row in local_rows]
 
 
-def test_many_queries_go_in_several_requests(local, served, monkeypatch):
+def test_many_queries_go_in_several_requests(local, running, monkeypatch):
     monkeypatch.setattr(remote, "BATCH", 4)
+    requests = []
+    counted = lambda pairs: requests.append(len(pairs)) or local(pairs)  # noqa: E731
+    retrieve = over_http(running(server.Server(server.RetrievalService(counted, None, 5), "127.0.0.1", 0)))
+    requests.clear()  # of the query that tries the address
     pairs = [(QUESTION, f"Town {i}") for i in range(11)]
-    assert over_http(served)(pairs) == local(pairs)
+    assert retrieve(pairs) == local(pairs)
+    assert requests == [4, 4, 3]
 
 
 def test_several_machines_at_once_get_what_each_gets_alone(local, served):

@@ -249,7 +249,10 @@ def test_a_cap_holds_for_requests_sent_at_once(gemini, judge):
 
 
 def test_equal_episodes_ask_the_same():
-    assert request_for(episode()).prompt == request_for(episode()).prompt
+    """Whatever their ids: a cached verdict on one stands for the others."""
+    again = replace(episode(), question=replace(episode().question, id="another"))
+    assert request_for(again).parts == request_for(episode()).parts
+    assert request_for(episode("other")).parts != request_for(episode()).parts
 
 
 def test_caches_of_this_version_stay_valid():

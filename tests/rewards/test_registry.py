@@ -43,9 +43,10 @@ def write_module(tmp_path, monkeypatch):
 
 def test_every_function_is_known_by_its_own_name():
     assert REWARDS["rouge_l"] is answers.rouge_l and REWARDS["gold_recall"] is searching.gold_recall
+    assert [function.__name__ for function in REWARDS.values()] == list(REWARDS)
     # Parts that are always there, and what is logged beside them.
     assert not REWARDS.keys() & {"format", "process", "outcome", "search", "em", "f1", "recall", "judge"}
-    assert set(SEARCH_REWARDS) <= set(REWARDS.values())
+    assert {searching.gold_recall} < set(SEARCH_REWARDS) < set(REWARDS.values())
 
 
 EPISODE = answered("Ada Lovelace", search(OTHER, GOLD[0]), search(GOLD[1], ANOTHER))

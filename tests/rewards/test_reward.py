@@ -196,7 +196,9 @@ def test_too_few_different_searches_leave_the_outcome_unpaid():
 
 
 def test_without_a_search_policy_nothing_is_different():
-    assert "search" not in score(Episode(QUESTION, REPEATS, ANSWERED), PLAIN).parts
+    scored = score(Episode(QUESTION, REPEATS, ANSWERED), PLAIN)
+    assert "search" not in scored.parts
+    assert scored.by_step == pytest.approx([0.1 / 3 + 1.6 * 0.4 / 2, 0.0, 0.1 / 3 + 1.5])
 
 
 def several(*queries, faults=()):

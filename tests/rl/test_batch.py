@@ -26,7 +26,7 @@ def test_padding_is_no_action_whatever_the_padding_id():
 def test_rewards_stand_where_they_were_paid():
     batch = Batch.of([rollout([1, 2, 3, 4], [False, True, False, True], [(1, 0.5), (3, 1.0), (3, 0.25)])])
     assert batch.rewards[0].tolist() == [0.0, 0.5, 0.0, 1.25]
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="a reward belongs to an action token"):
         Batch.of([rollout([1, 2], [False, True], [(0, 1.0)])])
 
 

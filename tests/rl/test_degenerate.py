@@ -59,6 +59,7 @@ def test_advantages_and_weights_are_numbers(algorithm):
 def test_a_group_is_compared_with_itself_alone():
     """Advantages of a group add up to 0, are of size 1, and depend neither on what all got nor on other groups."""
     grpo = ALGORITHMS["grpo"](paper("grpo"), LengthSettings())
+    compared = 0
     for seed in ROUNDS:
         batch = a_round(seed)
         advantages = grpo.with_advantages(batch).advantages[:, 1]
@@ -67,17 +68,25 @@ def test_a_group_is_compared_with_itself_alone():
             assert abs(float(advantages[rows].sum())) < 1e-4 and float(advantages[rows].norm()) <= len(rows) ** 0.5
             alone = grpo.with_advantages(batch.select(rows.tolist())).advantages[:, 1]
             assert torch.equal(alone, advantages[rows])
-            if len(rows) == 1 or batch.rewards.sum(-1)[rows].unique().numel() == 1:
+            totals = batch.rewards.sum(-1)[rows]
+            if len(rows) == 1 or totals.unique().numel() == 1:
                 assert not advantages[rows].any()
+            elif totals.std() > 0.1:
+                assert float(advantages[rows].norm()) == pytest.approx((len(rows) - 1) ** 0.5, rel=1e-2)
+                compared += 1
+    assert compared > 5
 
 
 def test_whitened_advantages_have_mean_0_and_variance_1_or_are_all_0():
     ppo = ALGORITHMS["ppo"](paper("ppo", kl_beta=0.0), LengthSettings())
+    variances = []
     for seed in ROUNDS:
         batch = a_round(seed)
         advantages = (ppo.with_advantages(batch).advantages)[batch.action_mask]
         variance = float(advantages.var(correction=0)) if len(advantages) > 1 else 0.0
         assert abs(float(advantages.mean())) < 1e-3 and (variance == pytest.approx(1, abs=1e-2) or variance < 1e-3)
+        variances.append(variance)
+    assert sum(variances) > len(ROUNDS) / 2
 
 
 @pytest.mark.parametrize("seed", range(6))

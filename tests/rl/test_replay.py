@@ -69,14 +69,15 @@ def test_the_oldest_make_room():
 
 
 def test_questions_are_chosen_by_the_gaussian_over_rates():
-    """Ten of rate 1/4 and one of 1/2: weights exp(-1/32) and 1, however many have a rate; each at most once."""
+    """Ten of rate 0 and one of 1/2: weights exp(-1/8) and 1, however many have a rate; each at most once."""
     replay = buffer()
     replay.add(
         1, {f"q{i}": group(True, False, False, False) for i in range(10)} | {"m": group(True, True, False, False)}
     )
-    first = Counter(replay.choose(1, str(seed))[0] for seed in range(4000))
-    share = 1 / (1 + math.exp(-1 / 32))
-    assert first["m"] / 4000 == pytest.approx(share, abs=0.03)
+    replay.add(2, {f"q{i}": group(False, False, False, False) for i in range(10)})
+    first = Counter(replay.choose(1, str(seed))[0] for seed in range(10_000))
+    share = 1 / (1 + math.exp(-1 / 8))  # 0.531; without the weights 0.5
+    assert first["m"] / 10_000 == pytest.approx(share, abs=0.015)
     assert sorted(replay.choose(20, "x")) == sorted(replay.questions) and replay.choose(20, "x") == replay.choose(
         20, "x"
     )
@@ -169,13 +170,15 @@ def test_a_success_keeps_its_signal_in_checkpoints_too():
     ],
 )
 def test_a_damaged_state_is_an_error_and_changes_nothing(damage):
-    replay = buffer()
-    replay.add(1, {"a": group(True, False, False, False)})
-    state = through_files(replay.state_dict())
+    saved = buffer()
+    saved.add(1, {"a": group(True, False, False, False), "b": group(True, True, True, True)})
+    state = through_files(saved.state_dict())
     damage(state)
+    replay = buffer()
+    replay.add(1, {"c": group(True, False, False, False, token=5)})
     with pytest.raises(R3LiteError, match="replay buffer"):
         replay.load_state_dict(state)
-    assert tokens(replay, "a") == [1]
+    assert list(replay.questions) == ["c"] and tokens(replay, "c") == [5] and replay.retired == set()
 
 
 def test_a_question_that_was_drawn_twice_is_retired_if_all_its_episodes_succeeded():

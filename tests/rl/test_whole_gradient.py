@@ -131,7 +131,7 @@ def test_without_off_policy_episodes_it_is_grpo_to_the_bit(gradients, off_policy
     (grpo,), (got,) = gradients(off_policy, "grpo", **settings)[0], gradients(off_policy, algorithm, **settings)[0]
     assert torch.equal(grpo, got) and grpo.norm() > 0
     mixed = replace(off_policy, off_policy=torch.tensor([False, True, False, True]))
-    assert not torch.allclose(gradients(mixed, algorithm, **settings)[0][0], grpo, rtol=0.05)
+    assert (gradients(mixed, algorithm, **settings)[0][0] - grpo).norm() > 0.05 * grpo.norm()
 
 
 @pytest.mark.parametrize(("micro_batch_size", "chunk"), [(4, 128), (1, 128), (2, 3)])

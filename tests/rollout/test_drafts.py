@@ -113,7 +113,8 @@ def decoders(request, monkeypatch):
     if request.param == "graphs":
         monkeypatch.setattr(engine, "Decoder", by_graphs)
     yield
-    assert all(decoder.uses_graphs for decoder in graph_decoders)
+    assert bool(graph_decoders) == (request.param == "graphs")
+    assert all(decoder.uses_graphs and decoder.graphs for decoder in graph_decoders)
 
 
 def assert_same(drafted, plain):
@@ -189,14 +190,14 @@ def test_a_stop_string_within_a_draft_ends_the_turn(scripted, counted, decoders)
     assert len(drafted[0].steps) == 3
 
 
-def test_a_listener_gets_the_same_text(scripted):
+def test_a_listener_gets_the_same_text(scripted, counted):
     texts = []
     for limit in (0, LIMIT):
         engine = dataclasses.replace(scripted(SCRIPT, protocol=PROTOCOL, lengths=LENGTHS), draft_tokens=limit)
         pieces = []
         engine.run(questions(1), ["a"], documents, listeners=[Listener(pieces.append, lambda sequence: None)])
         texts.append("".join(pieces))
-    assert texts[0] == texts[1] and "the old town" in texts[0]
+    assert texts[0] == texts[1] and "the old town" in texts[0] and counted.verified
 
 
 def accept_all(rows, proposed, sample, append, turn_is_over):

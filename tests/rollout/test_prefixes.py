@@ -13,6 +13,7 @@ from r3lite.models.causal_lm import LayerKind
 from r3lite.models.kv_cache import KVCache, Prefill
 from r3lite.models.lfm2 import Lfm2Layer, Lfm2Trunk
 from r3lite.models.rotary import Rope
+from r3lite.models.verification import Verification
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.r3 import R3
 from r3lite.rollout.engine import Engine
@@ -105,13 +106,18 @@ def assert_same(together, alone):
         assert actual.stream.peek(0) == expected.stream.peek(0)
 
 
+def has_drafts(passes):
+    return any(isinstance(context, Verification) for _, context in passes)
+
+
 def test_episodes_with_retrievals_and_a_critic_say_what_each_says_alone(say):
     """Also with drafts, and if there are fewer rows than episodes: the later ones copy what an earlier one has."""
     alone = [say(name)[0][0] for name in TURNS]
     assert all(sequence.finish == ANSWERED for sequence in alone)
     for rows, draft_tokens in ((6, 0), (4, 0), (6, 7)):
-        together, _ = say(TURNS, draft_tokens=draft_tokens, rollout_batch_size=rows)
+        together, passes = say(TURNS, draft_tokens=draft_tokens, rollout_batch_size=rows)
         assert_same(together, alone)
+        assert has_drafts(passes) == bool(draft_tokens)
     rerun, _ = say(TURNS, draft_tokens=7, rollout_batch_size=6)
     assert [s.logprobs + s.values for s in rerun] == [s.logprobs + s.values for s in together]  # to the bit
 
@@ -123,8 +129,9 @@ def test_a_state_is_shared_as_keys_and_values_are(say, small_model, tokenizer):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": tokenizer.size + 13}
     network = small_model(**sizes, **form)
     alone = [say(name, network=network)[0][0] for name in TURNS]
-    together, _ = say(TURNS, network=network, draft_tokens=7, rollout_batch_size=4)
+    together, passes = say(TURNS, network=network, draft_tokens=7, rollout_batch_size=4)
     assert_same(together, alone)
+    assert has_drafts(passes)
 
 
 def test_each_common_prefix_is_prefilled_once(say):

@@ -52,40 +52,59 @@ def test_a_sound_episode_is_read_as_it_is():
     assert sequence.action_mask == [False, False, True, True, False, True] and sequence.step_ends == [3, 5]
 
 
+# By what the refusal says.
 WRONG = {
-    "an id that is beyond the vocabulary": {"tokens": [1, 2, 3, 4, 5, 100]},
-    "an id below zero": {"tokens": [1, 2, 3, 4, 5, -1]},
-    "true as an id": {"tokens": [1, 2, 3, 4, 5, True]},
-    "an id with a point": {"tokens": [1, 2, 3, 4, 5, 6.0]},
-    "more tokens than fit": {"tokens": [1, 1, 2, 3, 4, 5, 6], "actions": "0001101", "step_ends": [4, 6]},
-    "an action that is neither": {"actions": "00110x"},
-    "another action that is neither": {"actions": "201101"},
-    "fewer actions": {"actions": "01101"},
-    "fewer log-probabilities": {"logprobs": [-1.0, -0.5]},
-    "more log-probabilities": {"logprobs": [-1.0, -0.5, -0.5, -0.5]},
-    "fewer steps": {"steps": [ANSWER]},
-    "a log-probability above 0": {"logprobs": [-1.0, -0.5, 0.1]},
-    "a log-probability below fp32": {"logprobs": [-1.0, -0.5, -1e39]},
-    "true as a log-probability": {"logprobs": [-1.0, -0.5, False]},
-    "step ends in another order": {"step_ends": [5, 3]},
-    "step ends in another order, the last at the end": {"step_ends": [3, 2, 5], "steps": [SEARCH, SEARCH, ANSWER]},
-    "two steps that end at one token": {"step_ends": [5, 5]},
-    "a step that ends at a prompt's token": {"step_ends": [1, 5]},
-    "a step that ends at a document's token": {"step_ends": [4, 5]},
-    "a last step that ends before the end": {"step_ends": [2, 3]},
-    "no steps": {"step_ends": [], "steps": []},
-    "a step end beyond the tokens": {"step_ends": [3, 6]},
-    "an unknown finish": {"finish": "won"},
-    "an answer of an episode that was cut off": {"finish": "cut_off"},
-    "an end with an answer that is not there": {"steps": [SEARCH, SEARCH]},
-    "an answer before the last step": {"steps": [ANSWER, ANSWER]},
+    "not a list of whole numbers from 0 to 99": {
+        "an id that is beyond the vocabulary": {"tokens": [1, 2, 3, 4, 5, 100]},
+        "an id below zero": {"tokens": [1, 2, 3, 4, 5, -1]},
+        "true as an id": {"tokens": [1, 2, 3, 4, 5, True]},
+        "an id with a point": {"tokens": [1, 2, 3, 4, 5, 6.0]},
+    },
+    "tokens are 7, more than --max-length 6": {
+        "more tokens than fit": {"tokens": [1, 1, 2, 3, 4, 5, 6], "actions": "0001101", "step_ends": [4, 6]},
+    },
+    "not a text of 0 and 1": {
+        "an action that is neither": {"actions": "00110x"},
+        "another action that is neither": {"actions": "201101"},
+    },
+    "tokens, actions, logprobs and steps are inconsistent": {
+        "fewer actions": {"actions": "01101"},
+        "fewer log-probabilities": {"logprobs": [-1.0, -0.5]},
+        "more log-probabilities": {"logprobs": [-1.0, -0.5, -0.5, -0.5]},
+        "fewer steps": {"steps": [ANSWER]},
+    },
+    "not a list of log-probabilities": {
+        "a log-probability above 0": {"logprobs": [-1.0, -0.5, 0.1]},
+        "a log-probability below fp32": {"logprobs": [-1.0, -0.5, -1e39]},
+        "true as a log-probability": {"logprobs": [-1.0, -0.5, False]},
+    },
+    "step_ends are not the ends of turns": {
+        "step ends in another order": {"step_ends": [5, 3]},
+        "step ends in another order, the last at the end": {"step_ends": [3, 2, 5], "steps": [SEARCH, SEARCH, ANSWER]},
+        "two steps that end at one token": {"step_ends": [5, 5]},
+        "a step that ends at a prompt's token": {"step_ends": [1, 5]},
+        "a step that ends at a document's token": {"step_ends": [4, 5]},
+        "a last step that ends before the end": {"step_ends": [2, 3]},
+        "no steps": {"step_ends": [], "steps": []},
+    },
+    "not a list of whole numbers from 0 to 5": {
+        "a step end beyond the tokens": {"step_ends": [3, 6]},
+    },
+    "not one of answered, cut_off, malformed": {
+        "an unknown finish": {"finish": "won"},
+    },
+    "does not fit the answers of the steps": {
+        "an answer of an episode that was cut off": {"finish": "cut_off"},
+        "an end with an answer that is not there": {"steps": [SEARCH, SEARCH]},
+        "an answer before the last step": {"steps": [ANSWER, ANSWER]},
+    },
 }
 
 
-@pytest.mark.parametrize("fault", WRONG)
-def test_an_episode_that_could_not_have_been_sampled_is_refused(fault):
-    with pytest.raises(InvalidRecord):
-        read(**WRONG[fault])
+@pytest.mark.parametrize(("cause", "fault"), [(cause, fault) for cause, faults in WRONG.items() for fault in faults])
+def test_an_episode_that_could_not_have_been_sampled_is_refused(cause, fault):
+    with raises(InvalidRecord, "bad-record", cause):
+        read(**WRONG[cause][fault])
 
 
 @pytest.mark.parametrize(

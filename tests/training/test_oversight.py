@@ -215,7 +215,7 @@ def test_after_the_last_rollback_the_run_stops_with_the_reason_and_the_best_adap
     assert "--guard off" in error.value.remedy
     best = json.loads((tmp_path / "checkpoint-4" / "adapter" / "adapter_config.json").read_text())
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text()) == best
-    assert not (tmp_path / "summary.json").exists() and "go on with" not in capsys.readouterr().err
+    assert not (tmp_path / "summary.json").exists() and "continue with" not in capsys.readouterr().err
     step = max(checkpoint.folders_by_step(tmp_path))
     assert all(torch.equal(w, weights(tmp_path, 4)[name]) for name, w in weights(tmp_path, step).items())
 

@@ -88,3 +88,4 @@ def test_a_huge_line_takes_no_time_to_speak_of(piece):
     passages = list(chunks(piece * 100_000, 128, 24))
     assert time.perf_counter() - start < 20
     assert all(len(chunk) < 128 * 64 for chunk in passages)
+    assert bool(passages) == bool(piece.strip())
