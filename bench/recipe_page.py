@@ -29,6 +29,7 @@ MODEL_TITLES = {  # label of a trained model, or a part of one -> its name on th
     "mean": "mean of both halves",
     "sft-mean": "mean of the cold starts of two seeds",
     "sft-rl-mean": "mean of two seeds after reinforcement learning",
+    "stages-mean": "mean of seven stages",
 }
 ABOUT = """`python -m bench.recipe`: the way of [docs/recipe.md](../../docs/recipe.md), every run, newest first. Greedy
 answers to dev questions that training never saw. In brackets intervals of 95 %: of a score by bootstrap over the
