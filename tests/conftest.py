@@ -38,8 +38,12 @@ def pytest_collection():
 
 
 def pytest_collection_finish():
-    """The garbage collector need not go through the objects of modules and tests, of which there are 700,000."""
+    """The garbage collector need not go through the objects of modules and tests, of which there are 700,000.
+
+    Through those of packages that tests import later it goes a fifth as often as by default.
+    """
     gc.freeze()
+    gc.set_threshold(700, 10, 50)
     gc.enable()
 
 
