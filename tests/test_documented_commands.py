@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from r3lite.core.config import sections
 from r3lite.core.files import shipped
 from r3lite.core.invocation import resolve
 from r3lite.export import ExportConfig
@@ -156,7 +157,7 @@ def desk(tmp_path_factory, cold):
 def test_a_command_of_a_page_runs(page, words, desk, monkeypatch, capfd):
     name, *arguments = words
     name = name.removeprefix("r3lite.")
-    settings = vars(default_settings(name, arguments)).values()
+    settings = sections(default_settings(name, arguments)).values()
     flags = {f"--{field.replace('_', '-')}" for part in settings for field in vars(part)}
     reads = name == "report" or "--compare" in arguments or (name == "procedures" and "--match" not in arguments)
     for flag, value in ({} if reads else TINY | SMALL.get(name, {})).items():
