@@ -68,7 +68,7 @@ def arguments(cold: Path, output: Path, *extra_flags: str) -> list[str]:
 
 
 def kill_after(step: int, arguments: list[str], output: Path) -> None:
-    """Starts a run and kills it when a step is logged; its end may come before, if it is the last."""
+    """Starts a run and kills it when a step is logged; only the checkpoint of the step before is there then."""
     command = [sys.executable, "-m", "r3lite.ppo", *arguments]
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])})
     log = output / "metrics.jsonl"
@@ -77,6 +77,7 @@ def kill_after(step: int, arguments: list[str], output: Path) -> None:
         time.sleep(0.02)
     process.send_signal(signal.SIGKILL)
     process.wait()
+    assert list(checkpoint.folders_by_step(output)) == [step - 1]  # else it had gone on, or had ended
 
 
 def logged(output: Path, name: str) -> list[dict]:

@@ -64,7 +64,6 @@ def test_dynamic_sampling_killed_and_resumed_equals_uninterrupted(cold, tmp_path
     uninterrupted, resumed = ([*variant(cold, tmp_path / name, "dapo"), *flags.split()] for name in ("whole", "parts"))
     assert ppo.main(uninterrupted) == 0
     kill_after(3, resumed, tmp_path / "parts")
-    assert list(checkpoint.folders_by_step(tmp_path / "parts")) == [2]
     assert ppo.main([*resumed, "--resume", "auto"]) == 0
     assert_same_runs(tmp_path / "whole", tmp_path / "parts", 4)
     records, episodes = (logged(tmp_path / "whole", f"{name}.jsonl") for name in ("metrics", "episodes"))
@@ -86,7 +85,6 @@ def test_expanded_episodes_killed_and_resumed_equal_uninterrupted(cold, tmp_path
     uninterrupted, resumed = (arguments(cold, tmp_path / name, *flags.split()) for name in ("whole", "parts"))
     assert ppo.main(uninterrupted) == 0
     kill_after(3, resumed, tmp_path / "parts")
-    assert list(checkpoint.folders_by_step(tmp_path / "parts")) == [2]
     assert ppo.main([*resumed, "--resume", "auto"]) == 0
     assert_same_runs(tmp_path / "whole", tmp_path / "parts", 4)
     records, episodes = (logged(tmp_path / "whole", f"{name}.jsonl") for name in ("metrics", "episodes"))
@@ -116,7 +114,6 @@ def test_off_policy_runs_killed_and_resumed_equal_uninterrupted(cold, tmp_path, 
     )
     assert ppo.main(uninterrupted) == 0
     kill_after(3, resumed, tmp_path / "parts")
-    assert list(checkpoint.folders_by_step(tmp_path / "parts")) == [2]
     assert ppo.main([*resumed, "--resume", "auto"]) == 0
     assert_same_runs(tmp_path / "whole", tmp_path / "parts", 4)
     reference, restored = (checkpoint.read(tmp_path / folder / "checkpoint-4") for folder in ("whole", "parts"))
