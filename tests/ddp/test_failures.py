@@ -231,7 +231,8 @@ def test_all_end_and_the_step_before_is_saved(processes, toy, tmp_path, victim, 
     elif not agent:
         assert "r3lite.sft stopped: rank 1 has ended: Terminated" in log
     (step,) = checkpoint.folders_by_step(tmp_path / "run")
-    assert f"saved step {step}; continue with: " in log and len(metrics.read(tmp_path / "run" / run_files.METRICS)) == step
+    assert f"saved step {step}; continue with: " in log
+    assert len(metrics.read(tmp_path / "run" / run_files.METRICS)) == step
     run_uninterrupted(processes, ("sft", sft(toy, tmp_path / "whole", *flags)))
     run_uninterrupted(processes, ("sft", sft(toy, tmp_path / "run", *flags, "--resume", "auto")))
     assert f"checkpoint-{step}\n" in processes(2).stderr_of(0)
