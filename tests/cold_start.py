@@ -89,12 +89,15 @@ def adapter(output: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same_runs(a: Path, b: Path, total: int = 4) -> None:
-    """Equal to the bit: weights, optimizer, random streams, and every metric but times, speeds and memory."""
+    """Equal to the bit: adapter, all tensors of a checkpoint, and every metric but times, speeds and memory."""
     checkpoint_a, checkpoint_b = (checkpoint.read(p / f"checkpoint-{total}") for p in (a, b))
     assert checkpoint_a.state["precision"] == checkpoint_b.state["precision"]
-    for group in checkpoint.GROUPS:
-        assert checkpoint_a.tensors[group].keys() == checkpoint_b.tensors[group].keys()
-        assert all(torch.equal(t, checkpoint_b.tensors[group][k]) for k, t in checkpoint_a.tensors[group].items())
+    assert checkpoint_a.tensors.keys() == checkpoint_b.tensors.keys()
+    for group, tensors in checkpoint_a.tensors.items():
+        assert tensors.keys() == checkpoint_b.tensors[group].keys()
+        assert all(torch.equal(tensor, checkpoint_b.tensors[group][name]) for name, tensor in tensors.items())
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (a / "adapter" / name).read_bytes() == (b / "adapter" / name).read_bytes()
     for name in ("metrics.jsonl", "episodes.jsonl"):
         assert (a / name).exists() == (b / name).exists()  # SFT has no episodes
         if (a / name).exists():

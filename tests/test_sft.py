@@ -26,6 +26,7 @@ from r3lite.protocols.registry import PROTOCOLS, build_protocol
 from r3lite.settings import ProtocolSettings
 from r3lite.training import checkpoint, metrics
 from r3lite.training.earlier_run import QUESTIONS_FILE, demonstrated, question_hash
+from tests.cold_start import assert_same_runs
 from tests.errors import shows
 
 TEMPLATE = (
@@ -141,18 +142,6 @@ def test_it_learns_in_every_precision_on_the_cpu(toy, tmp_path, dtype):
     assert json.loads((output / "summary.json").read_text())["rows"] == 16
 
 
-def assert_same_run(output: Path, other_output: Path, total: int) -> None:
-    """Weights, optimizer, random stream and metrics are equal to the bit."""
-    assert [metrics.repeatable(r) for r in log(output)] == [metrics.repeatable(r) for r in log(other_output)]
-    one, two = (checkpoint.read(o / f"checkpoint-{total}") for o in (output, other_output))
-    for group, tensors in one.tensors.items():
-        assert tensors.keys() == two.tensors[group].keys()
-        assert all(torch.equal(tensors[k], two.tensors[group][k]) for k in tensors)
-    assert one.state["precision"] == two.state["precision"]
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        assert (output / "adapter" / name).read_bytes() == (other_output / "adapter" / name).read_bytes()
-
-
 FP32_AND_BYTES = {torch.float32, torch.uint8}  # weights and moments, whatever the base is in; random states
 
 
@@ -164,7 +153,7 @@ def test_left_and_resumed_equals_uninterrupted_to_the_bit(toy, tmp_path, dtype):
     assert sft.main([*arguments, "--output", str(parts), "--stop-after", "4"]) == 0
     assert not (parts / "adapter").exists()
     assert sft.main(["--config", str(parts / "config.toml"), "--resume", "auto"]) == 0
-    assert_same_run(uninterrupted, parts, total=10)
+    assert_same_runs(uninterrupted, parts, total=10)
     saved = checkpoint.read(parts / "checkpoint-10")
     assert {tensor.dtype for tensors in saved.tensors.values() for tensor in tensors.values()} == FP32_AND_BYTES
     assert bool(saved.state["precision"]["scaler"]) == (dtype == "fp16")
@@ -198,7 +187,7 @@ def test_killed_between_checkpoints_and_resumed_equals_uninterrupted_to_the_bit(
     assert 8 <= len(log(parts)) < 12
     assert sft.main([*toy, *LONG, "--output", str(parts), "--resume", "auto"]) == 0
     assert sft.main([*toy, *LONG, "--output", str(uninterrupted)]) == 0
-    assert_same_run(uninterrupted, parts, total=20)
+    assert_same_runs(uninterrupted, parts, total=20)
 
 
 def test_a_run_goes_on_with_streamed_layers_or_without_to_the_same_bits(toy, small_model, write_folder, tmp_path):
@@ -214,7 +203,7 @@ def test_a_run_goes_on_with_streamed_layers_or_without_to_the_same_bits(toy, sma
     assert sft.main([*arguments, *plain, "--stop-after", "2"]) == 0
     assert [r["step"] for r in log(parts)] == [1, 2, 3, 4]
     assert sft.main([*arguments, *streamed]) == 0
-    assert_same_run(uninterrupted, parts, 6)
+    assert_same_runs(uninterrupted, parts, 6)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGTERM to a process on Windows")

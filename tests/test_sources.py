@@ -23,7 +23,7 @@ from r3lite.protocols.layout import Layout
 from r3lite.settings import LengthSettings, PpoConfig, SftConfig
 from tests.cold_start import WORLD, arguments, assert_same_runs, logged
 from tests.errors import raises, shows
-from tests.test_sft import SHORT, assert_same_run, log, start, toy, trajectory, wait_for  # noqa: F401
+from tests.test_sft import SHORT, log, start, toy, trajectory, wait_for  # noqa: F401
 
 PAGE = Path(__file__).parent.parent / "docs" / "sources.md"
 
@@ -120,7 +120,7 @@ def test_sft_left_and_resumed_equals_uninterrupted_to_the_bit(mixed, tmp_path):
     assert sft.main([*arguments, "--output", str(uninterrupted)]) == 0
     assert sft.main([*arguments, "--output", str(parts), "--stop-after", "3"]) == 0
     assert sft.main(["--config", str(parts / "config.toml"), "--resume", "auto"]) == 0
-    assert_same_run(uninterrupted, parts, total=8)
+    assert_same_runs(uninterrupted, parts, total=8)
     drawn = [{name for name in record if name.startswith("loss/")} for record in log(uninterrupted)]
     assert set.union(*drawn) == {"loss/rows", "loss/tags", "loss/talk"}
 
@@ -135,7 +135,7 @@ def test_sft_killed_and_resumed_equals_uninterrupted_to_the_bit(mixed, tmp_path)
     assert 6 <= len(log(parts)) < 12
     assert sft.main([*arguments, "--output", str(parts), "--resume", "auto"]) == 0
     assert sft.main([*arguments, "--output", str(uninterrupted)]) == 0
-    assert_same_run(uninterrupted, parts, total=12)
+    assert_same_runs(uninterrupted, parts, total=12)
 
 
 def test_a_resumed_run_cannot_change_the_weights(mixed, tmp_path, capsys):
