@@ -38,6 +38,7 @@ MODEL = f"{OURS}, without head and sampling"
 # backward pass.
 STORED = ""
 RECOMPUTED = ", layers recomputed"
+CAPTURED = ", as a CUDA graph"
 # Tokens that are sampled in the two counts of `count_step`. All work but one decoding step is the same in both.
 FEWER_TOKENS = 2
 MORE_TOKENS = 3
@@ -146,8 +147,13 @@ def training(card: SimulatedCuda, folder: str, precision: Precision, tokens: int
     element = precision.dtype.itemsize
     name = f"SFT, {tokens:,} tokens"
     logits = torch.float32.itemsize * tokens * config.vocab_size
-    for storage, recomputed in ((STORED, 0), (RECOMPUTED, config.num_hidden_layers)):
-        ours = trainer(folder, precision, tokens=tokens, recomputed=recomputed)
+    flags_of = {
+        STORED: "--recompute-layers 0",
+        RECOMPUTED: f"--recompute-layers {config.num_hidden_layers}",
+        CAPTURED: "--recompute-layers 0 --cuda-graphs",
+    }
+    for storage, flags in flags_of.items():
+        ours = trainer(folder, precision, tokens=tokens, flags=flags)
         chunks = math.ceil(ours.rows[0].loss_tokens / ours.policy.grant.memory.loss_chunk)
         head = TRAINING_PRODUCTS * chunks * ours.vocabulary * config.hidden_size * element
         steps = map(ours.step, itertools.count(1))
@@ -159,17 +165,13 @@ def training(card: SimulatedCuda, folder: str, precision: Precision, tokens: int
     return done
 
 
-def trainer(folder: str, precision: Precision, tokens: int, recomputed: int) -> supervised.SFTTrainer:
-    """Returns the trainer of `python -m r3lite.sft`, with one row of `tokens` tokens in a step.
-
-    The first `recomputed` layers are recomputed in the backward pass.
-    """
+def trainer(folder: str, precision: Precision, tokens: int, flags: str) -> supervised.SFTTrainer:
+    """Returns the trainer of `python -m r3lite.sft` with further flags, with one row of `tokens` tokens in a step."""
     with tempfile.TemporaryDirectory() as temporary:
         data = Path(temporary) / "data.jsonl"
         full_rows(folder, tokens, data)
-        flags = f"--model {folder} --data {data} --device cuda --dtype {dtype_name(precision.dtype)} --quantize none"
+        flags += f" --model {folder} --data {data} --device cuda --dtype {dtype_name(precision.dtype)} --quantize none"
         flags += f" --max-length {tokens} --batch-size 1 --gradient-accumulation 1 --max-steps 3 --validation-rows 0"
-        flags += f" --recompute-layers {recomputed}"
         config = resolve("sft", SftConfig(), flags.split())
         return supervised.build_trainer(config, *read_data(config))
 

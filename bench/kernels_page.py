@@ -2,7 +2,7 @@
 
 from bench import records
 from bench.contest import OURS
-from bench.counted import MODEL, RECOMPUTED
+from bench.counted import CAPTURED, MODEL, RECOMPUTED
 from r3lite.memory.duration import in_words
 
 PAGE = """\
@@ -88,10 +88,13 @@ def page(runs: list[dict]) -> str:
 def is_of(record: dict, words: str) -> bool:
     """Returns whether a record is of the work that a goal names by its first words.
 
-    Work in NF4 is named by "NF4" only. Work with recomputed layers is never meant.
+    Work in NF4 is named by "NF4" only, and SFT as a CUDA graph by its whole name. Work with recomputed layers is never
+    meant.
     """
     if words == "NF4" or record["work"].endswith("NF4"):
         return words == "NF4" and record["work"].endswith("NF4")
+    if words == "SFT" + CAPTURED or record["work"].endswith(CAPTURED):
+        return words == "SFT" + CAPTURED and record["work"].endswith(CAPTURED)
     return record["work"].startswith(words) and not record["work"].endswith(RECOMPUTED)
 
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -16,9 +17,12 @@ import torch
 
 from bench.stress.simulated_cuda import GIB, SimulatedCuda
 from r3lite import collect, evaluate, index, plan, ppo, sft
+from r3lite.assembly.supervised import check_graphs
+from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.datasets.qa import read_questions
 from r3lite.devices import speed
+from r3lite.devices.precision import Precision
 from r3lite.memory.shrinking import ShrinkingGrant
 from r3lite.rewards import reward
 from r3lite.rl.algorithms import ALGORITHMS
@@ -27,6 +31,7 @@ from r3lite.rollout.decoder import GraphDecoder
 from r3lite.rollout.drafts import CARD_TOKEN_COST
 from r3lite.training import checkpoint, metrics
 from tests.commands import NEEDED
+from tests.lfm2_models import switches
 from tests.rollout.test_decoder import Replayed
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a real card is here: its tests are those marked gpu")
@@ -167,6 +172,63 @@ def test_sft_stopped_and_resumed_equals_uninterrupted(trained, rows, tmp_path, f
     assert torch.equal(states["cpu"], states["cuda.0"]) == (feature != "dropout")  # both have the seed of the run
     on_card(sft.main, [*run, "--resume", "auto"])
     assert_same(trained / f"{feature} cuda", tmp_path / "run", "random")
+
+
+@pytest.fixture(scope="module")
+def by_graphs(rows, tmp_path_factory) -> Path:
+    """A run of SFT whose passes are CUDA graphs."""
+    run = tmp_path_factory.mktemp("graphs") / "run"
+    card = on_card(sft.main, [*rows, "--cuda-graphs", "--output", str(run)])
+    assert card.counts.kernels > card.counts.launches  # graphs were replayed
+    return run
+
+
+def test_sft_by_graphs_gives_the_numbers_of_ordinary_passes(by_graphs, trained):
+    for first, second in zip(logged(by_graphs), logged(trained / "dense cuda"), strict=True):
+        assert first == pytest.approx(second, rel=1e-5)
+    first, second = (tensors(run) for run in (by_graphs, trained / "dense cuda"))
+    # AdamW's first steps have the same size for gradients that are hardly more than rounding.
+    difference = sum(float((tensor - second[name]).square().sum()) for name, tensor in first.items())
+    size = sum(float(tensor.square().sum()) for name, tensor in second.items() if "lora_B" in name)
+    assert 0 <= difference < 1e-4 * size
+
+
+def test_sft_by_graphs_stopped_and_resumed_equals_uninterrupted(by_graphs, rows, tmp_path):
+    run = [*rows, "--cuda-graphs", "--output", str(tmp_path / "run")]
+    on_card(sft.main, [*run, "--stop-after", "1"])
+    on_card(sft.main, [*run, "--resume", "auto"])
+    assert_same(by_graphs, tmp_path / "run", "random")
+
+
+def test_graphs_read_the_adapter_of_their_own_step(rows, tmp_path, monkeypatch):
+    """In half precision the adapter is cast, also for layers that are run again in the backward pass."""
+    monkeypatch.setattr(speed, "FP16_EDGE", 64)
+    flags = ["--dtype", "fp16", "--recompute-layers", "4", "--max-steps", "4", "--learning-rate", "0.005"]
+    launches = []
+    for name, further_flags in (("ordinary", []), ("graphs", ["--cuda-graphs"])):
+        card = on_card(sft.main, [*rows, *flags, *further_flags, "--output", str(tmp_path / name)])
+        launches.append(card.counts.launches)
+    losses = {}
+    for name in ("ordinary", "graphs"):
+        losses[name] = [record["loss"] for record in logged(tmp_path / name)]
+    assert losses["graphs"] == pytest.approx(losses["ordinary"], rel=5e-3)
+    assert losses["ordinary"][-1] < 0.6 * losses["ordinary"][0]  # with the weights of an earlier step it would be more
+    assert launches[1] < launches[0]
+
+
+def test_what_passes_by_graphs_cannot_do_is_refused(rows, tmp_path, capsys):
+    output = ["--output", str(tmp_path / "run")]
+    assert sft.main([*rows, "--cuda-graphs", "--device", "cpu", *output]) == 1
+    assert "--cuda-graphs needs a CUDA GPU" in capsys.readouterr().err
+    for flags in (["--lora-dropout", "0.1"], ["--stream-layers"], ["--offload", "on"], ["--no-lora"]):
+        assert sft.main([*rows, "--cuda-graphs", *flags, *output]) == 2
+        assert "--cuda-graphs is True, but has no effect here: it needs a run without" in capsys.readouterr().err
+
+
+def test_passes_with_convolutions_cannot_be_graphs(small_model):
+    policy = SimpleNamespace(model=small_model(**switches(3)), precision=Precision(torch.float32, torch.device("cuda")))
+    with pytest.raises(R3LiteError, match="--cuda-graphs does not work for models with convolutions"):
+        check_graphs(policy)
 
 
 def test_a_budget_is_enforced_and_kept(rows, tmp_path):

@@ -38,6 +38,7 @@ from r3lite.memory.work import JudgeWork, TeacherWork, Workload
 from r3lite.models import logprobs, nf4
 from r3lite.models.carried import SAVED_EVERY, ring_slots
 from r3lite.models.kv_cache import BLOCK
+from r3lite.models.masked_pack import MOST_TOKENS, padded_size
 from r3lite.settings.rollout import DRAFTING_SEQUENCES, GRAPH_PLACES, MOST_DRAFTED, TRUNCATED_ROWS
 
 Parts = dict[str, int]  # bytes, by the names that the plan's table has for them
@@ -86,6 +87,8 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
         by_phase["judge"] = always | _judge(w, w.judge)
     if w.trains:
         by_phase["update"] = always | {"adapter casts": cast_bytes(w)} | largest(_update(w, memory))
+        if w.captures:  # copies of gradients while a graph is compared with an ordinary pass
+            by_phase["update"]["compared gradients"] = 2 * adapter_bytes(w)
         by_phase["save"] = dict(always)
     if not w.on_cuda:
         return by_phase
@@ -97,7 +100,10 @@ def phases(w: Workload, memory: Memory) -> dict[str, Parts]:
 
 
 def _captured(w: Workload, memory: Memory) -> dict[str, int]:
-    """Returns the bytes of a decoding step that is run as CUDA graphs, by phase: see rollout/decoder.py."""
+    """Returns the bytes of the tensors of CUDA graphs by phase.
+
+    Graphs are decoding steps (rollout/decoder.py), or passes of SFT (training/captured_passes.py).
+    """
     captured = {"sample": 0}
     if w.episodes and runs_graphs(w, memory):
         step_tokens = w.lane_rows(memory.rollout_batch_size)
@@ -107,7 +113,17 @@ def _captured(w: Workload, memory: Memory) -> dict[str, int]:
     if w.judge and delta_heads(w.judge.model) is None:
         judge_memory = w.judge.memory
         captured["judge"] = _forward(as_judge(w, w.judge), judge_memory, judge_memory.rollout_batch_size)
+    if w.captures and not memory.offload:
+        captured["update"] = _captured_pass(w, memory)
     return captured
+
+
+def _captured_pass(w: Workload, memory: Memory) -> int:
+    """Returns the bytes of the tensors of the largest pass that is run as a CUDA graph."""
+    tokens = padded_size(min(_largest_pass(w, memory, w.rows).tokens, MOST_TOKENS))
+    as_row = replace(w, row_tokens=tokens, rows=1, step_rows=1, shared=0)  # whatever its rows, it is run as one
+    mask = tokens * tokens * w.element
+    return sum(largest(_update(as_row, memory)).values()) + mask
 
 
 def runs_graphs(w: Workload, memory: Memory) -> bool:

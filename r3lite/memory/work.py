@@ -48,6 +48,7 @@ class Workload:
     targets: tuple[str, ...] = ()
     rows: int = 1  # the most rows of one backward pass
     step_rows: int = 1  # rows of one optimizer step
+    captures: bool = False  # passes of SFT are run as CUDA graphs
     scored_rows: int = 1  # the most rows of one pass without gradients, such as by the reference policy
     shared: int = 0  # how many first tokens all rows are known to share: they are read once in a pass
     # For reinforcement learning and evaluation only.

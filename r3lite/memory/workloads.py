@@ -94,6 +94,7 @@ def sft_workload(config: SftConfig, longest: int | None = None, **of_rows: float
         row_tokens=longest,
         rows=config.rows_per_step if full else config.sft.batch_size,
         step_rows=config.rows_per_step,
+        captures=config.sft.cuda_graphs,
     )
 
 

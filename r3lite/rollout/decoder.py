@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from r3lite.devices.cuda_graphs import Capture, raise_if_out_of_memory
 from r3lite.models.attention import AttentionContext
 from r3lite.models.causal_lm import CausalLM
 from r3lite.models.delta_rows import DeltaRows
@@ -210,8 +211,7 @@ class GraphDecoder(Decoder):
         try:
             replay, hidden = self.capture(step)
         except RuntimeError as error:
-            if _ran_out_of_memory(error):
-                raise torch.OutOfMemoryError(f"out of memory for a CUDA graph: {error}") from error
+            raise_if_out_of_memory(error)
             self._give_up(str(error))
             return None
         replay()
@@ -230,35 +230,3 @@ class GraphDecoder(Decoder):
 def _power_of_two(number: int) -> int:
     """Returns the smallest power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()
-
-
-def _ran_out_of_memory(error: BaseException | None) -> bool:
-    """Returns whether `error` says that PyTorch's allocator or the driver ran out of memory.
-
-    The errors during whose handling it was raised are examined, too: after an error in a capture, ending the capture
-    may raise another one.
-    """
-    if error is None:
-        return False
-    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
-        return True
-    return _ran_out_of_memory(error.__context__)
-
-
-class Capture:
-    """Captures CUDA graphs, which share one pool of memory."""
-
-    def __init__(self):
-        self.pool = torch.cuda.graph_pool_handle()
-
-    def __call__(self, step: Callable[[], Tensor]) -> tuple[Callable[[], object], Tensor]:
-        """Returns a function that runs `step` again on the same buffers, and the tensor that holds its result."""
-        graph = torch.cuda.CUDAGraph()
-        dtype = torch.get_autocast_dtype("cuda")
-        enabled = torch.is_autocast_enabled("cuda")
-        # Without autocast's cache: weights that it casts during a capture would stay in the graph's memory.
-        # thread_local: other threads, such as a retriever's, may use CUDA during the capture.
-        capture = torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local")
-        with torch.autocast("cuda", dtype, enabled, cache_enabled=False), capture:
-            result = step()
-        return graph.replay, result

@@ -21,7 +21,7 @@ from r3lite.core.config import (
 )
 from r3lite.core.needs import Needs, NeedsOthers
 from r3lite.settings.common import budget_bytes
-from r3lite.settings.conditions import follows_sub_questions, makes_gold_trajectories, tunes_adapter
+from r3lite.settings.conditions import can_capture, follows_sub_questions, makes_gold_trajectories, tunes_adapter
 from r3lite.settings.data import DATA_FILE
 from r3lite.settings.model import ADAPTER
 from r3lite.settings.protocol import Format
@@ -63,6 +63,12 @@ class SftSettings(Section):
             "--validation-fraction and --validation-rows",
             lambda s: s.validation_fraction and s.validation_rows,
         ),
+        NeedsOthers(
+            "cuda_graphs",
+            "a run without --no-lora, --lora-dropout, --stream-layers and --offload on",
+            can_capture,
+            harmful=True,  # these passes cannot be captured
+        ),
     )
 
     batch_size: Basic[Annotated[int, Bounds(low=1, high=4096)]] = 2
@@ -79,6 +85,9 @@ class SftSettings(Section):
     """maximum rows held out; 0: none"""
     validate_every: Count = 50
     """steps between validations; there is also one at the end"""
+    cuda_graphs: bool = False
+    """run passes of up to 4,096 tokens as CUDA graphs: faster on a large GPU, but with more memory. Not yet tested on a
+    GPU"""
 
 
 class CollectSettings(Section):

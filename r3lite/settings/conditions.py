@@ -120,6 +120,11 @@ def tunes_adapter(s: CommandSettings) -> bool:
     return not s.no_lora
 
 
+def can_capture(s: CommandSettings) -> bool:
+    """Tells whether training passes can be captured as CUDA graphs."""
+    return not (s.no_lora or s.lora_dropout or s.stream_layers or s.offload == "on")
+
+
 def judges(s: CommandSettings) -> bool:
     """Tells whether a judge is asked, or a teacher in its place."""
     if s.command == "collect":

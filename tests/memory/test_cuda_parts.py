@@ -75,6 +75,20 @@ def test_a_card_has_them_in_every_phase_and_a_cpu_in_none(workload):
     assert LAPTOP.context < planner.peak(card, memory) - planner.allocated(card, memory) <= beside
 
 
+@pytest.mark.parametrize(("tokens", "padded"), [(1000, 1024), (1025, 1536), (4500, 4096)])
+def test_captured_passes_have_a_pool_for_the_largest(tokens, padded):
+    """It has the tensors of a pass over one row of the padded size, and a mask in fp16; longer rows are not captured."""
+    memory = Memory(recompute_layers=10, micro_batch_tokens=1)
+    captured = replace(SFT, row_tokens=tokens, on_cuda=True, captures=True)
+    parts = planner.phases(captured, memory)["update"]
+    of_one_row = planner.phases(replace(captured, row_tokens=padded, captures=False), memory)["update"]
+    names = ("layer inputs", "kept layers", "loss chunk", "live layer", "gradients")
+    tensors = sum(of_one_row.get(name, 0) for name in names)
+    assert parts["graph pools"] == beside_tensors(0, tensors + 2 * padded**2)["graph pools"]
+    assert parts["compared gradients"] == 2 * parts["adapters"]
+    assert "graph pools" not in planner.phases(captured, replace(memory, offload=True))["update"]
+
+
 def test_what_is_left_for_tensors_of_4_gib():
     """450 MiB are for context and workspaces; of the rest, 6 % of the tensors are for fragments."""
     room = 4096 * MIB * (1 - choice.SLACK)
