@@ -25,7 +25,8 @@ r3lite decodes by, is one with all its kernels. Waits are of the host for the ca
   of `generate` with a dynamic cache; "{model}" ends at the last norm and runs without a graph.
 - Prefill fills a cache from one prompt; transformers also makes the logits of its last token.
 - SFT is an optimizer step on one row with AdamW, on r3lite's side one of its command's, which also clips; with
-  "{again}" all layers run again in the backward pass, as they do with activation checkpointing.
+  "{again}" all layers run again in the backward pass, as they do with activation checkpointing. "{graph}" is
+  `sft --cuda-graphs`.
 - transformers attends by `sdpa`, its default. peft keeps its adapters in fp32, its default, and casts x to it.
 - A GRPO round samples 8 episodes of one question, scores them by the base and takes an optimizer step on them.
 """
@@ -59,6 +60,7 @@ GOALS = (
     ("launches outside the layers, decoding, up to the last norm", "decoding, batch", MODEL, "kernels_outside", 30),
     ("the same with head and sampling", "decoding, batch", OURS, "kernels_outside", 30),
     ("launches a layer, SFT, forward and backward", "SFT", OURS, "kernels_layer", 90),
+    ("launches of the whole model, SFT as a CUDA graph", "SFT" + CAPTURED, OURS, "launches", 192),
     ("passes over the logits, SFT", "SFT", OURS, "passes", 8),
     ("launches a layer, decoding in NF4, each size", "NF4", OURS, "kernels_layer", 40),
     ("bytes a weight and product, decoding in NF4", "NF4", OURS, "bytes_a_weight", 6),
@@ -69,7 +71,7 @@ GOALS = (
 def page(runs: list[dict]) -> str:
     """Returns the page: the newest run of each kind of work, by precision."""
     newest = {(run["precision"], run["section"]): run for run in runs}
-    parts = [PAGE.format(model=MODEL, again=RECOMPUTED.removeprefix(", "))]
+    parts = [PAGE.format(model=MODEL, again=RECOMPUTED.removeprefix(", "), graph=CAPTURED.removeprefix(", "))]
     for precision in dict.fromkeys(precision for precision, _ in newest):
         precision_runs = [run for (name, _), run in newest.items() if name == precision]
         all_rows = [record for run in precision_runs for record in run["records"]]

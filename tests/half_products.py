@@ -1,6 +1,7 @@
 """Products of half-precision matrices on a CPU that is slow in them, for tests that look at memory and not
 at numbers."""
 
+import contextlib
 from collections.abc import Iterator
 
 import pytest
@@ -42,11 +43,17 @@ class ProductsInFp32(UncompiledMode):
         return result.to(args[-1].dtype)
 
 
-@pytest.fixture
-def fast_half_products() -> Iterator[None]:
-    """The products of a test whose numbers do not matter are computed in the format that this CPU is fast in."""
+@contextlib.contextmanager
+def fast_products() -> Iterator[None]:
+    """Within it, products are computed in the format that this CPU is fast in: for work whose numbers do not matter."""
     if resolve_dtype("auto", torch.device("cpu")) == torch.bfloat16:
         yield
         return
     with ProductsInFp32():
+        yield
+
+
+@pytest.fixture
+def fast_half_products() -> Iterator[None]:
+    with fast_products():
         yield

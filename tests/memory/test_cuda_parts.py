@@ -77,7 +77,7 @@ def test_a_card_has_them_in_every_phase_and_a_cpu_in_none(workload):
 
 @pytest.mark.parametrize(("tokens", "padded"), [(1000, 1024), (1025, 1536), (4500, 4096)])
 def test_captured_passes_have_a_pool_for_the_largest(tokens, padded):
-    """It has the tensors of a pass over one row of the padded size, and a mask in fp16; longer rows are not captured."""
+    """It has the tensors of a pass over one padded row, and a mask in fp16; longer rows are not captured."""
     memory = Memory(recompute_layers=10, micro_batch_tokens=1)
     captured = replace(SFT, row_tokens=tokens, on_cuda=True, captures=True)
     parts = planner.phases(captured, memory)["update"]
