@@ -22,14 +22,15 @@ share of the peak's speed that a contestant reaches.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 
 import torch
 
-from bench import contests, options, peers, records
-from bench.contest import FLOOR, OURS, PEAK, Contest
+from bench import contests, counted, options, peers, records
+from bench.contest import FLOOR, GRAPH, OURS, PEAK, Contest
 from bench.contests import PROMPT, RL_EPISODES, RL_NEW, RL_PROMPT, Ours
 from bench.full_length import full_prompts
 from bench.scaling import growths
@@ -90,6 +91,10 @@ def contest_builders(kind: str, flags: argparse.Namespace, precision: Precision)
     def sft(tokens: int) -> Contest:
         ours = Ours(folder, precision)
         work = {OURS: ours.sft(tokens, f"{SFT_BUDGET_GIB}GiB")}
+        if precision.device.type == "cuda":
+            trainer = counted.trainer(folder, precision, tokens, f"--vram-budget {SFT_BUDGET_GIB}GiB --cuda-graphs")
+            torch.cuda.set_per_process_memory_fraction(1.0)  # the trainer has set its budget; others need more
+            work[GRAPH] = partial(next, map(trainer.step, itertools.count(1)))
         for peer, is_trl in ((PEFT, False), (TRL_SFT, True)):
             if is_trl and not has_trl():
                 continue

@@ -247,9 +247,11 @@ def test_an_overflow_in_fp16_names_the_layer(toy, tmp_path, capsys, small_model,
 
 
 @pytest.mark.gpu
-def test_it_learns_in_fp16_on_a_card(toy, tmp_path):
-    arguments = [*toy, *SHORT, "--device", "cuda", "--dtype", "fp16", "--max-steps", "25"]
+@pytest.mark.parametrize("flags", [[], ["--cuda-graphs"], ["--cuda-graphs", "--recompute-layers", "2"]])
+def test_it_learns_in_fp16_on_a_card(toy, tmp_path, capsys, flags):
+    arguments = [*toy, *SHORT, "--device", "cuda", "--dtype", "fp16", "--max-steps", "25", *flags]
     assert sft.main([*arguments, "--output", str(tmp_path / "run")]) == 0
+    assert "without CUDA graphs" not in capsys.readouterr().err
     records = log(tmp_path / "run")
     assert records[-1]["loss"] < 0.5 * records[0]["loss"]
     assert records[-1]["skipped_steps"] < 5 and records[-1]["peak_memory_mib"] > 0
