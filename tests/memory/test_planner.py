@@ -308,11 +308,11 @@ def test_thirty_rounds_hold_no_more_than_three(tmp_path, small_model, write_fold
     ends, counter = [], LiveTensors()
     records = rl_round.episode_records
 
-    def count(*arguments) -> list[dict]:
+    def count(*arguments, **named) -> list[dict]:
         """Called once a round, when only what lasts and the episodes' numbers are there."""
         gc.collect()
         ends.append(counter.live)
-        return records(*arguments)
+        return records(*arguments, **named)
 
     monkeypatch.setattr(rl_round, "episode_records", count)
     sizes = ["--retriever", "none", "--max-hops", "1", "--max-new-tokens", "4", "--max-length", "128"]
