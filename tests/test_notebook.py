@@ -20,7 +20,7 @@ class HTML:
         self.data = data
 
 def display(shown):
-    print("displayed:", shown.data[:40], shown.data.count("&lt;svg"))
+    print("displayed:", shown.data[:15], shown.data.count("&lt;svg"))
 """
 
 
