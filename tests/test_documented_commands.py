@@ -58,7 +58,7 @@ QUESTIONS = [
     *("data/world/train.jsonl", "data/world/dev.jsonl"),
 ]
 ROWS = [
-    *("gold.jsonl", "runs/gold.jsonl", "own.jsonl", "runs/own.jsonl", "rows.jsonl", "steps.jsonl"),
+    *("gold.jsonl", "own.jsonl", "runs/own.jsonl", "rows.jsonl", "steps.jsonl"),
     *("trajectories.jsonl", "tags.jsonl", "rag.jsonl"),
 ]
 RUN_NAMES = ("sft", "ppo", "grpo", "self", "mixed-sft", "rag-sft", "seed-0", "seed-1", "quickstart-20261123-101500/sft")
@@ -133,6 +133,8 @@ def desk(tmp_path_factory, cold):
         put(name, "".join(chunk) if name.endswith("l") or name == "FILE" else f"[{','.join(chunk)}]")
     for i, name in enumerate(ROWS):
         put(name, "".join(rows[8 * i : 8 * i + 8]))
+    first = 12 * QUESTIONS.index("hotpotqa/train.jsonl")
+    put("runs/gold.jsonl", "".join(rows[first : first + 12]))  # demonstrations of that file's questions, for --contexts
     for i, name in enumerate(PASSAGES):
         named = "".join(json.dumps({"id": id, "title": id, "text": id}) + "\n" for id in ("id1", "id2"))
         put(name, named * (name == "a.jsonl") + "".join(corpus[20 * i : 20 * i + 20]))
@@ -147,6 +149,7 @@ def desk(tmp_path_factory, cold):
         "talk.jsonl", '{"messages": [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]}\n'
     )
     put("mine.toml", FORMAT)
+    put("questions.csv", "question,answer\nWho signed the lease of the mill?,Ann Dahl\n")
     write_configs(folder)
     put("turn.txt", "Round 1:\nWhat is known?\nThe retrieval query: Who?\n")
     return folder
@@ -160,8 +163,11 @@ def test_a_command_of_a_page_runs(page, words, desk, monkeypatch, capfd):
     settings = sections(default_settings(name, arguments)).values()
     flags = {f"--{field.replace('_', '-')}" for part in settings for field in vars(part)}
     reads = name == "report" or "--compare" in arguments or (name == "procedures" and "--match" not in arguments)
-    for flag, value in ({} if reads else TINY | SMALL.get(name, {})).items():
-        if flag in flags and flag not in arguments and not (flag == "--device" and "--card" in arguments):
+    small = SMALL.get(name, {})
+    for flag, value in ({} if reads else TINY | small).items():
+        if flag in arguments and flag in small:  # the page's own 12 rounds of 120 episodes take 10 minutes
+            arguments[arguments.index(flag) + 1] = value
+        elif flag in flags and flag not in arguments and not (flag == "--device" and "--card" in arguments):
             arguments += [flag, value]
     monkeypatch.chdir(desk)
     if "--output" in arguments and not {"--add", "--delete"} & set(arguments):
