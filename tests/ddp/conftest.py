@@ -124,8 +124,8 @@ def rl(toy: Path, output: Path, algorithm: str, *extra_flags: str) -> list[str]:
     return [*common(toy), *data, *shape.split(), algorithm, *extra_flags]
 
 
-def differences(run_a: Path, run_b: Path, step: int = 3) -> tuple[float, float]:
-    """The largest difference of a trained weight, and of a metric (of one above 1, relative to it)."""
+def differences(run_a: Path, run_b: Path, step: int = 3, without: tuple[str, ...] = ()) -> tuple[float, float]:
+    """The largest difference of a trained weight, and of a metric (of one above 1, relative to it) not in `without`."""
     weights_a, weights_b = (checkpoint.read(run / f"checkpoint-{step}").tensors["weights"] for run in (run_a, run_b))
     assert weights_a.keys() == weights_b.keys()
     of_weights = [float((weight - weights_b[name]).abs().max()) for name, weight in weights_a.items()]
@@ -133,8 +133,26 @@ def differences(run_a: Path, run_b: Path, step: int = 3) -> tuple[float, float]:
     for record_a, record_b in zip(*(metrics.read(run / run_files.METRICS) for run in (run_a, run_b)), strict=True):
         a, b = metrics.repeatable(record_a), metrics.repeatable(record_b)
         assert a.keys() == b.keys() and all((a[name] is None) == (b[name] is None) for name in a)
-        of_metrics += [abs(a[n] - b[n]) / max(1.0, abs(a[n])) for n in a if isinstance(a[n], int | float)]
+        compared = [name for name in a if isinstance(a[name], int | float) and name not in without]
+        of_metrics += [abs(a[name] - b[name]) / max(1.0, abs(a[name])) for name in compared]
     return largest(of_weights), largest(of_metrics)
+
+
+def mean_differences(run_a: Path, run_b: Path, step: int = 3) -> tuple[float, float]:
+    """Of the tensor that differs most: the mean difference of its weights, and the largest difference of Adam's means
+    of its gradients, relative to the largest of these means.
+
+    They show more than the largest difference of a weight where a few gradients are rounding alone (1e-9, where others
+    of the tensor have 1e-4): Adam divides each by its own size, so these weights move by up to the learning rate. Adam
+    also hides in the weights that a gradient is wrong by a factor.
+    """
+    tensors_a, tensors_b = (checkpoint.read(run / f"checkpoint-{step}").tensors for run in (run_a, run_b))
+    of_weights, of_gradients = [], []
+    for name, weight in tensors_a["weights"].items():
+        of_weights.append(float((weight - tensors_b["weights"][name]).abs().mean()))
+        mean_a, mean_b = (tensors["optimizer"][f"{name}.exp_avg"] for tensors in (tensors_a, tensors_b))
+        of_gradients.append(float((mean_a - mean_b).abs().max() / mean_a.abs().max()))
+    return largest(of_weights), largest(of_gradients)
 
 
 def largest(numbers: list[float]) -> float:
