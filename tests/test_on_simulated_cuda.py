@@ -17,7 +17,7 @@ import torch
 
 from bench.stress.simulated_cuda import GIB, SimulatedCuda
 from r3lite import collect, evaluate, index, plan, ppo, sft
-from r3lite.assembly.supervised import check_graphs
+from r3lite.assembly.graph_passes import check_policy
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.datasets.qa import read_questions
@@ -225,7 +225,7 @@ def test_what_passes_by_graphs_cannot_do_is_refused(rows, tmp_path, capsys):
 def test_passes_with_convolutions_cannot_be_graphs(small_model):
     policy = SimpleNamespace(model=small_model(**switches(3)), precision=Precision(torch.float32, torch.device("cuda")))
     with pytest.raises(R3LiteError, match="--cuda-graphs does not work for models with convolutions"):
-        check_graphs(policy)
+        check_policy(policy)
 
 
 def test_a_budget_is_enforced_and_kept(rows, tmp_path):

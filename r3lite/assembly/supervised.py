@@ -11,6 +11,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from r3lite.assembly.graph_passes import GraphPasses
 from r3lite.assembly.inputs import fingerprint_of_adapter
 from r3lite.assembly.policy import Policy, Training, load_policy
 from r3lite.core.errors import R3LiteError
@@ -22,18 +23,16 @@ from r3lite.devices.ranks import ALONE, Ranks
 from r3lite.memory.plan import make_plan
 from r3lite.memory.workloads import sft_workload
 from r3lite.models import hooks
-from r3lite.models.logprobs import Loss, cross_entropy, token_loss
+from r3lite.models.logprobs import cross_entropy, token_loss
 from r3lite.models.lora import cast_once
-from r3lite.models.masked_pack import MaskedPack, PassInputs, has_masked_packs
-from r3lite.models.packing import pack_rows, states_at, states_before
+from r3lite.models.packing import pack_rows, states_before
 from r3lite.models.weights import resolve_folder
 from r3lite.protocols.base import Protocol
 from r3lite.protocols.layout import Layout
 from r3lite.protocols.tokenizer import Tokenizer
 from r3lite.rl.losses import sum_by_name
 from r3lite.settings import LengthSettings, SftConfig
-from r3lite.training import loop, optim
-from r3lite.training.captured_passes import CapturedPasses
+from r3lite.training import loop
 from r3lite.training.earlier_run import FEWEST_STEPS, QUESTIONS_FILE, question_hash
 from r3lite.training.metrics import means_by_source, with_perplexity
 from r3lite.training.run_folder import RunFolder
@@ -69,11 +68,8 @@ class SFTTrainer:
             },
         )
         self.last_micro_batch: list[Row] = []  # for `explain_overflow`
-        self.captured_passes: CapturedPasses | None = None
         if config.sft.cuda_graphs:
-            check_graphs(policy)
-            parameters = optim.parameters(policy.optimizer).values()
-            self.captured_passes = CapturedPasses(parameters, self.run_padded, policy.grant)
+            self.run_pass = GraphPasses(policy, vocabulary, self.run_pass).run_pass
 
     def step(self, number: int) -> tuple[dict, int]:
         """Takes one optimizer step and returns its metrics and its number of tokens.
@@ -149,45 +145,18 @@ class SFTTrainer:
         with cast_once(self.policy.model, self.policy.precision.dtype):
             for micro_batch in self.ranks.with_progress(micro_batches, "learning", "passes"):
                 self.last_micro_batch = micro_batch
-                loss = self._run_pass(micro_batch, loss_tokens)
+                loss = self.run_pass(micro_batch, loss_tokens)
                 source = micro_batch[0].source  # of all its rows, see `micro_batches`
                 loss_parts[source] = loss_parts.get(source, 0.0) + loss
         return {source: part.to("cpu", non_blocking=True) for source, part in loss_parts.items()}
 
-    def _run_pass(self, rows: list[Row], loss_tokens: int) -> Tensor:
-        """Adds the gradients of the summed loss of `rows` / `loss_tokens`, and returns this quotient, detached."""
+    def run_pass(self, rows: list[Row], loss_tokens: int) -> Tensor:
+        """Adds the gradients of the summed loss of `rows` / `loss_tokens`, and returns this quotient, detached.
 
-        def run_ordinary() -> Tensor:
-            loss = self.loss(rows) / loss_tokens
-            self._backward(loss)
-            return loss.detach()
-
-        if self.captured_passes is None:
-            return run_ordinary()
-        inputs = PassInputs.of([row.tokens for row in rows], [row.action_mask for row in rows], 1 / loss_tokens)
-        return self.captured_passes.add_gradients(inputs, run_ordinary)
-
-    def run_padded(self, inputs: PassInputs) -> Tensor:
-        """Does what `_run_pass` does, by operators that a CUDA graph can repeat for other inputs of the same shape."""
-        model = self.policy.model
-
-        def weighted_cross_entropy(rows: slice, logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, None]:
-            return -(logprobs * inputs.weights[rows]).sum(), None
-
-        # The adapter is cast within the graph: each replay reads the weights of its own step.
-        with cast_once(model, self.policy.precision.dtype):
-            with self.policy.precision.autocast():
-                places, targets = inputs.targets
-                hidden = states_at(model(inputs.pack[:1], MaskedPack(inputs)), places)
-                loss = self._token_loss(hidden, targets, weighted_cross_entropy)
-            self._backward(loss)
-        return loss.detach()
-
-    def _backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a loss. In full fine-tuning, updates the weights instead.
-
-        The backward pass then updates each layer, and `apply_last` updates norm, head and embedding.
+        In full fine-tuning, updates the weights instead. The backward pass then updates each layer, and `apply_last`
+        updates norm, head and embedding.
         """
+        loss = self.loss(rows) / loss_tokens
         try:
             self.policy.precision.backward(loss)
             if self.policy.full_tuning:
@@ -199,6 +168,7 @@ class SFTTrainer:
             raise R3LiteError(
                 f"memory ran out in the middle of an update ({error})", remedy, code="memory-mid-update"
             ) from error
+        return loss.detach()
 
     def loss(self, rows: list[Row]) -> Tensor:
         """Returns the sum of the cross-entropies of the rows' trained tokens, in nats, as a scalar tensor.
@@ -209,24 +179,20 @@ class SFTTrainer:
         model = self.policy.model
         with self.policy.precision.autocast():
             hidden, targets = states_before(model, [row.tokens for row in rows], [row.action_mask for row in rows])
-            return self._token_loss(hidden, targets, cross_entropy)
-
-    def _token_loss(self, hidden: Tensor, targets: Tensor, loss: Loss[None]) -> Tensor:
-        """Returns a loss of the tokens `targets` [n], which the states `hidden` [n, C] predict."""
-        head_grad_out = None
-        if self.policy.full_tuning and torch.is_grad_enabled():
-            # A buffer of zeros [V, C], to which the backward pass adds the head's gradient: autograd itself would hold
-            # several tensors of this size (full_tuning.py).
-            head_grad_out = self.policy.full_tuning.head_gradient()[: self.vocabulary]
-        value, _ = token_loss(
-            hidden,
-            head_weight=self.policy.model.head_weight[: self.vocabulary],  # [V, C]
-            targets=targets,
-            loss=loss,
-            chunk=self.policy.grant.memory.loss_chunk,
-            head_grad=head_grad_out,
-        )
-        return value
+            head_grad_out = None
+            if self.policy.full_tuning and torch.is_grad_enabled():
+                # A buffer of zeros [V, C], to which the backward pass adds the head's gradient: autograd itself would
+                # hold several tensors of this size (full_tuning.py).
+                head_grad_out = self.policy.full_tuning.head_gradient()[: self.vocabulary]
+            loss, _ = token_loss(
+                hidden,
+                head_weight=model.head_weight[: self.vocabulary],  # [V, C]
+                targets=targets,
+                loss=cross_entropy,
+                chunk=self.policy.grant.memory.loss_chunk,
+                head_grad=head_grad_out,
+            )
+        return loss
 
     def micro_batches(self, rows: list[Row]) -> list[list[Row]]:
         """Returns this rank's share of the rows, in packs that go through the model together.
@@ -267,20 +233,6 @@ class SFTTrainer:
     def explain_overflow(self) -> str:
         """Runs the last micro-batch again without gradients, and returns which layer overflowed first."""
         return hooks.explain_overflow(self.policy.model, lambda: self.loss(self.last_micro_batch))
-
-
-def check_graphs(policy: Policy) -> None:
-    """Raises R3LiteError if a policy's passes cannot be captured as CUDA graphs."""
-    if policy.precision.device.type != "cuda":
-        raise R3LiteError(
-            "--cuda-graphs needs a CUDA GPU", "Remove --cuda-graphs, or pass --device cuda.", code="graphs-device"
-        )
-    if not has_masked_packs(policy.model.config):
-        raise R3LiteError(
-            "--cuda-graphs does not work for models with convolutions (LFM2, Qwen3.5)",
-            "Remove --cuda-graphs.",
-            code="graphs-family",
-        )
 
 
 def count_parameters(policy: Policy) -> int:
