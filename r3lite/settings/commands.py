@@ -86,8 +86,8 @@ class SftSettings(Section):
     validate_every: Count = 50
     """steps between validations; there is also one at the end"""
     cuda_graphs: bool = False
-    """run passes of up to 4,096 tokens as CUDA graphs: faster on a large GPU, but with more memory. Not yet tested on a
-    GPU"""
+    """run passes of up to 4,096 tokens as CUDA graphs: the host launches each at once. Takes more memory; not yet
+    tested on a GPU"""
 
 
 class CollectSettings(Section):
