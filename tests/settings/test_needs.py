@@ -236,6 +236,7 @@ HARMFUL = {
     "micro_batch_tokens": ("sft", ["--no-lora"], 64),
     "lora_dropout": ("ppo", [], 0.1),  # another policy was trained than had sampled
     "least_searches": ("ppo", ["--format", "solution", "--retriever", "none"], 1),  # no answer was rewarded
+    "cuda_graphs": ("sft", ["--no-lora"], True),  # a graph cannot update weights
 }
 
 
@@ -244,10 +245,12 @@ def test_what_would_do_harm_is_refused_wherever_it_stands(tmp_path, name):
     """A flag was refused, and the same setting at the top of a file, or in a table, was taken."""
     table, argv, value = HARMFUL[name]
     path = tmp_path / "all.toml"
-    path.write_text(f"{name} = {value}\n", encoding="utf-8")
+    in_toml = str(value).lower()
+    path.write_text(f"{name} = {in_toml}\n", encoding="utf-8")
     in_table = tmp_path / "table.toml"
-    in_table.write_text(f"[{table}]\n{name} = {value}\n", encoding="utf-8")
-    for arguments in ([flag(name), str(value)], ["--config", str(path)], ["--config", str(in_table)]):
+    in_table.write_text(f"[{table}]\n{name} = {in_toml}\n", encoding="utf-8")
+    by_flag = [flag(name)] if value is True else [flag(name), str(value)]
+    for arguments in (by_flag, ["--config", str(path)], ["--config", str(in_table)]):
         with raises(UsageError, "setting-unused", flag(name), value):
             check_used(*resolved(table, *argv, *arguments))
     check_used(*resolved(table, *argv, "--config", str(in_table), "--resume", "auto"))  # an earlier version's
