@@ -11,7 +11,8 @@ from r3lite.devices.live_tensors import LiveTensors
 
 # Names of contestants.
 OURS = "r3lite"
-GRAPH = f"{OURS}, as a CUDA graph"
+CAPTURED = ", as a CUDA graph"
+GRAPH = OURS + CAPTURED
 FLOOR = "floor"  # only the matrix products of the work
 PEAK = "peak"  # the useful operations of the work, at the speed of a large matrix product
 LIMITS = (FLOOR, PEAK)  # they show what the device can do at most, and are no rivals

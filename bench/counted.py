@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from bench import peers
-from bench.contest import OURS
+from bench.contest import CAPTURED, OURS
 from bench.contests import PROMPT, RL_EPISODES, RL_NEW, RL_PROMPT, Ours, rl_round
 from bench.full_length import full_prompts, full_rows
 from bench.stress.simulated_cuda import SimulatedCuda
@@ -38,7 +38,6 @@ MODEL = f"{OURS}, without head and sampling"
 # backward pass.
 STORED = ""
 RECOMPUTED = ", layers recomputed"
-CAPTURED = ", as a CUDA graph"
 # Tokens that are sampled in the two counts of `count_step`. All work but one decoding step is the same in both.
 FEWER_TOKENS = 2
 MORE_TOKENS = 3

@@ -1,8 +1,8 @@
 """The page bench/results/kernels.md: the counts of bench.kernels, its goals, and predicted times on cards."""
 
 from bench import records
-from bench.contest import OURS
-from bench.counted import CAPTURED, MODEL, RECOMPUTED
+from bench.contest import CAPTURED, OURS
+from bench.counted import MODEL, RECOMPUTED
 from r3lite.memory.duration import in_words
 
 PAGE = """\
@@ -90,13 +90,11 @@ def page(runs: list[dict]) -> str:
 def is_of(record: dict, words: str) -> bool:
     """Returns whether a record is of the work that a goal names by its first words.
 
-    Work in NF4 is named by "NF4" only, and SFT as a CUDA graph by its whole name. Work with recomputed layers is never
-    meant.
+    Work in NF4 or as a CUDA graph is meant by names with that ending only. Work with recomputed layers is never meant.
     """
-    if words == "NF4" or record["work"].endswith("NF4"):
-        return words == "NF4" and record["work"].endswith("NF4")
-    if words == "SFT" + CAPTURED or record["work"].endswith(CAPTURED):
-        return words == "SFT" + CAPTURED and record["work"].endswith(CAPTURED)
+    for ending in ("NF4", CAPTURED):
+        if words.endswith(ending) or record["work"].endswith(ending):
+            return words.endswith(ending) and record["work"].endswith(ending)
     return record["work"].startswith(words) and not record["work"].endswith(RECOMPUTED)
 
 

@@ -64,6 +64,14 @@ def has_trl() -> bool:
     return is_installed
 
 
+def captured_sft(folder: str, precision: Precision, tokens: int) -> Callable[[], object]:
+    """Returns a function that takes a step of r3lite's SFT as a CUDA graph."""
+    flags = f"--vram-budget {SFT_BUDGET_GIB}GiB --cuda-graphs"
+    trainer = counted.trainer(folder, precision, tokens=tokens, flags=flags)
+    torch.cuda.set_per_process_memory_fraction(1.0)  # the trainer has set its budget; others need more
+    return partial(next, map(trainer.step, itertools.count(1)))
+
+
 def contest_builders(kind: str, flags: argparse.Namespace, precision: Precision) -> list[Callable[[], Contest]]:
     """Returns a function for each contest of a kind (see KINDS), which builds the contest.
 
@@ -92,9 +100,7 @@ def contest_builders(kind: str, flags: argparse.Namespace, precision: Precision)
         ours = Ours(folder, precision)
         work = {OURS: ours.sft(tokens, f"{SFT_BUDGET_GIB}GiB")}
         if precision.device.type == "cuda":
-            trainer = counted.trainer(folder, precision, tokens, f"--vram-budget {SFT_BUDGET_GIB}GiB --cuda-graphs")
-            torch.cuda.set_per_process_memory_fraction(1.0)  # the trainer has set its budget; others need more
-            work[GRAPH] = partial(next, map(trainer.step, itertools.count(1)))
+            work[GRAPH] = captured_sft(folder, precision, tokens)
         for peer, is_trl in ((PEFT, False), (TRL_SFT, True)):
             if is_trl and not has_trl():
                 continue

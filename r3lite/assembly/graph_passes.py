@@ -32,6 +32,8 @@ class GraphPasses:
 
     def run_pass(self, rows: list[Row], loss_tokens: int) -> Tensor:
         """Adds the gradients of the summed loss of `rows` / `loss_tokens`, and returns this quotient, detached."""
+        if not self.captured_passes.uses_graphs:
+            return self.run_ordinary(rows, loss_tokens)
         inputs = PassInputs.of([row.tokens for row in rows], [row.action_mask for row in rows], 1 / loss_tokens)
         return self.captured_passes.add_gradients(inputs, lambda: self.run_ordinary(rows, loss_tokens))
 

@@ -1,7 +1,7 @@
 """What a token sees of those before it: the interface `AttentionContext`, its simplest implementation, and masks.
 
-Other implementations are `packing.Pack` (rows laid end to end), and `kv_cache.Prefill`, `kv_cache.Decode` and
-`verification.Verification` (rows of a cache).
+Other implementations are `packing.Pack` and `masked_pack.MaskedPack` (rows laid end to end), and `kv_cache.Prefill`,
+`kv_cache.Decode` and `verification.Verification` (rows of a cache).
 A context belongs to one pass of the model. Shape legend: models/causal_lm.py.
 """
 

@@ -11,9 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from r3lite.models.attention import grouped_attention
+from r3lite.models.attention import grouped_attention, masked_keys
 from r3lite.models.causal_lm import ModelConfig
-from r3lite.models.gated_delta import DeltaHeads, DeltaInputs
 from r3lite.models.packing import Pack
 
 CPU = torch.device("cpu")
@@ -94,7 +93,7 @@ def _ends(pack: Pack) -> list[int]:
 
 
 class MaskedPack:
-    """The attention context of a pass over a padded pack. Layers with a convolution cannot run it."""
+    """The attention context of a pass over a padded pack, for layers with attention alone: see has_masked_packs."""
 
     def __init__(self, inputs: PassInputs):
         self.positions = inputs.pack[1:2]  # [1, N]
@@ -117,15 +116,9 @@ class MaskedPack:
     def _mask(self, window: int | None, q: Tensor) -> Tensor:
         """Returns the mask [N, N] that is added to the scores, in the dtype of the queries q."""
         places = torch.arange(len(self.ends), device=self.ends.device)
-        masked = (places > places[:, None]).logical_or_(self.ends <= places[:, None])  # [query, key]
+        masked = masked_keys(places, places, window=None).logical_or_(self.ends <= places[:, None])  # [query, key]
         if window is not None:
             positions = self.positions[0]
-            masked.logical_or_(positions <= positions[:, None] - window)
+            masked.logical_or_(masked_keys(positions, positions, window))
         mask = torch.zeros(masked.shape, dtype=q.dtype, device=q.device)
         return mask.masked_fill_(masked, float("-inf"))
-
-    def convolve(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
-        raise NotImplementedError("see has_masked_packs")
-
-    def apply_delta_rule(self, layer: int, inputs: DeltaInputs, heads: DeltaHeads) -> Tensor:
-        raise NotImplementedError("see has_masked_packs")

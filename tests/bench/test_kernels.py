@@ -8,8 +8,8 @@ from torch.utils import flop_counter
 
 from bench import counted, full_length, kernels, kernels_page, options, records
 from bench.by_layer import PRODUCTS, Cost, Split, bytes_moved, cost, split
-from bench.contest import OURS
-from bench.counted import CAPTURED, MERGED, MODEL, PEFT, RECOMPUTED, Work
+from bench.contest import CAPTURED, OURS
+from bench.counted import MERGED, MODEL, PEFT, RECOMPUTED, Work
 from bench.stress.simulation.counts import Counts
 from r3lite.devices.cards import Speeds
 from r3lite.devices.precision import dtype_name

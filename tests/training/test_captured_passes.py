@@ -9,33 +9,30 @@ from torch import nn
 from r3lite.core.grant import Grant, Memory
 from r3lite.models.masked_pack import MOST_TOKENS, PassInputs
 from r3lite.training.captured_passes import CapturedPasses
+from tests.rollout import test_decoder
 
 WARNING = "warning: training continues without CUDA graphs: "
 
 
-class Replayed:
-    """Does what a capture does, without a card: the same work again on the same buffers, its result in one place.
-
-    As on a card, nothing is computed in the capture itself: the gradients that it adds are taken back.
-    """
+class Replayed(test_decoder.Replayed):
+    """As on a card, nothing is computed in the capture itself: the gradients that it adds are taken back."""
 
     def __init__(self, parameters: list[nn.Parameter]):
+        super().__init__()
         self.parameters = parameters
-        self.count = 0
         self.replays = 0
 
     def __call__(self, work):
         gradients = [parameter.grad.clone() for parameter in self.parameters]
-        result = work()
+        replay, result = super().__call__(work)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad.copy_(gradient)
-        self.count += 1
 
-        def replay():
+        def counted_replay():
             self.replays += 1
-            result.copy_(work())
+            replay()
 
-        return replay, result
+        return counted_replay, result
 
 
 class Passes:
