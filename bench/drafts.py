@@ -7,7 +7,8 @@
 With --replay the model computes its logits as usual, but the tokens of the file replace those that it would sample. So
 drafts are accepted as often as with a model that writes exactly these turns greedily. Times are processor seconds of
 decoding alone (`Engine._decode`), so that other programs count little. Runs with and without drafts alternate on the
-same questions; each pair of runs gives a ratio.
+same questions; each pair of runs gives a ratio. Of episodes with equal tokens the largest difference between
+log-probabilities is shown.
 """
 
 import argparse
@@ -160,7 +161,7 @@ def measure(
     # Tokens per second of each run, by the largest number of drafted tokens; 0 is without drafts.
     speeds: dict[int, list[float]] = {0: [], engine.draft_tokens: []}
     tokens_a_pass = 0.0
-    texts = {}
+    runs: dict[int, list[Sequence]] = {}  # the episodes of the last run, by the same number
     for pair in range(flags.pairs + 1):
         for limit in speeds:
             run_engine = replace(
@@ -172,13 +173,20 @@ def measure(
                 tokens=0,
             )
             sequences = run_engine.run(repeated, seeds, retrieve)
-            texts[limit] = [sequence.tokens for sequence in sequences]
+            runs[limit] = sequences
             if pair > 0:  # the first pair warms up
                 speeds[limit].append(run_engine.tokens / run_engine.seconds)
             if limit > 0:
                 tokens_a_pass = run_engine.tokens / run_engine.row_passes
     plain, drafted = speeds.values()
-    equal = sum(without == with_drafts for without, with_drafts in zip(*texts.values(), strict=True))
+    equal_episodes = 0
+    logprob_difference = 0.0
+    for one_by_one, drafted_episode in zip(*runs.values(), strict=True):
+        if one_by_one.tokens != drafted_episode.tokens:
+            continue
+        equal_episodes += 1
+        for logprob, drafted_logprob in zip(one_by_one.logprobs, drafted_episode.logprobs, strict=True):
+            logprob_difference = max(logprob_difference, abs(logprob - drafted_logprob))
     ratios = [with_drafts / without for without, with_drafts in zip(plain, drafted, strict=True)]
     return {
         "model": flags.model_name,
@@ -186,7 +194,8 @@ def measure(
         "temperature": temperature,
         "batch": batch,
         "episodes": len(repeated),
-        "equal_episodes": equal,
+        "equal_episodes": equal_episodes,
+        "logprob_difference": float(f"{logprob_difference:.1e}"),
         "tokens_per_second": round(statistics.median(plain), 1),
         "with_drafts": round(statistics.median(drafted), 1),
         "ratio": round(statistics.median(ratios), 2),

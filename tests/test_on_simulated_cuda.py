@@ -9,7 +9,6 @@ import functools
 import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -17,18 +16,19 @@ import torch
 
 from bench.stress.simulated_cuda import GIB, SimulatedCuda
 from r3lite import collect, evaluate, index, plan, ppo, sft
-from r3lite.assembly.graph_passes import check_policy
 from r3lite.core.errors import R3LiteError
 from r3lite.core.files import shipped, write_jsonl
 from r3lite.datasets.qa import read_questions
 from r3lite.devices import speed
-from r3lite.devices.precision import Precision
+from r3lite.memory.plan import make_plan
 from r3lite.memory.shrinking import ShrinkingGrant
+from r3lite.memory.work import Workload
 from r3lite.rewards import reward
 from r3lite.rl.algorithms import ALGORITHMS
 from r3lite.rollout import engine
 from r3lite.rollout.decoder import GraphDecoder
 from r3lite.rollout.drafts import CARD_TOKEN_COST
+from r3lite.settings import MemorySettings
 from r3lite.training import checkpoint, metrics
 from tests.commands import NEEDED
 from tests.lfm2_models import switches
@@ -215,17 +215,19 @@ def test_graphs_read_the_adapter_of_their_own_step(rows, tmp_path, monkeypatch):
 
 def test_what_passes_by_graphs_cannot_do_is_refused(rows, tmp_path, capsys):
     output = ["--output", str(tmp_path / "run")]
-    assert sft.main([*rows, "--cuda-graphs", "--device", "cpu", *output]) == 1
-    assert "--cuda-graphs needs a CUDA GPU" in capsys.readouterr().err
+    for flags in ([], ["--dry-run"]):
+        assert sft.main([*rows, "--cuda-graphs", "--device", "cpu", *flags, *output]) == 1
+        assert "--cuda-graphs needs a CUDA GPU" in capsys.readouterr().err
     for flags in (["--lora-dropout", "0.1"], ["--stream-layers"], ["--offload", "on"], ["--no-lora"]):
         assert sft.main([*rows, "--cuda-graphs", *flags, *output]) == 2
         assert "--cuda-graphs is True, but has no effect here: it needs a run without" in capsys.readouterr().err
 
 
 def test_passes_with_convolutions_cannot_be_graphs(small_model):
-    policy = SimpleNamespace(model=small_model(**switches(3)), precision=Precision(torch.float32, torch.device("cuda")))
+    config = small_model(**switches(3)).config
+    workload = Workload(config, config.vocab_size, element=4, row_tokens=64, captures=True, on_cuda=True)
     with pytest.raises(R3LiteError, match="--cuda-graphs does not work for models with convolutions"):
-        check_policy(policy)
+        make_plan(workload, MemorySettings())
 
 
 def test_a_budget_is_enforced_and_kept(rows, tmp_path):

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from r3lite.assembly.policy import Policy
-from r3lite.core.errors import R3LiteError
 from r3lite.datasets.trajectories import Row
 from r3lite.models.logprobs import token_loss
 from r3lite.models.lora import cast_once
-from r3lite.models.masked_pack import MaskedPack, PassInputs, has_masked_packs
+from r3lite.models.masked_pack import MaskedPack, PassInputs
 from r3lite.models.packing import states_at
 from r3lite.training import optim
 from r3lite.training.captured_passes import CapturedPasses
@@ -19,11 +18,7 @@ class GraphPasses:
     """Does what SFTTrainer.run_pass does, by CUDA graphs."""
 
     def __init__(self, policy: Policy, vocabulary: int, run_pass: Callable[[list[Row], int], Tensor]):
-        """`run_pass` runs a pass without graphs; `vocabulary` is that of the trainer.
-
-        Raises R3LiteError if the policy's passes cannot be captured.
-        """
-        check_policy(policy)
+        """`run_pass` runs a pass without graphs; `vocabulary` is that of the trainer."""
         self.policy = policy
         self.vocabulary = vocabulary
         self.run_ordinary = run_pass
@@ -59,17 +54,3 @@ class GraphPasses:
             # Within cast_once, since layers that are run again read the casts of the graph.
             self.policy.precision.backward(loss)
         return loss.detach()
-
-
-def check_policy(policy: Policy) -> None:
-    """Raises R3LiteError if a policy's passes cannot be captured as CUDA graphs."""
-    if policy.precision.device.type != "cuda":
-        raise R3LiteError(
-            "--cuda-graphs needs a CUDA GPU", "Remove --cuda-graphs, or pass --device cuda.", code="graphs-device"
-        )
-    if not has_masked_packs(policy.model.config):
-        raise R3LiteError(
-            "--cuda-graphs does not work for models with convolutions (LFM2, Qwen3.5)",
-            "Remove --cuda-graphs.",
-            code="graphs-family",
-        )

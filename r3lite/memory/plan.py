@@ -18,6 +18,7 @@ from r3lite.memory.parameters import host_bytes
 from r3lite.memory.work import Workload
 from r3lite.memory.workloads import on_card
 from r3lite.models.linear import linear
+from r3lite.models.masked_pack import has_masked_packs
 from r3lite.settings import MemorySettings, SamplingSettings
 from r3lite.settings.common import budget_bytes
 
@@ -148,13 +149,18 @@ def _mib(size: int) -> float:
 
 
 def make_plan(workload: Workload, settings: MemorySettings, sampling: SamplingSettings | None = None) -> Plan:
-    """Returns a plan with the fastest settings that fit into the budget; if none fit, raises R3LiteError."""
+    """Returns a plan with the fastest settings that fit into the budget.
+
+    Raises R3LiteError if none fit, or if a setting cannot work with this model or on this device.
+    """
     fixed = _fixed(settings, sampling)
     if workload.packed:
         fixed["nf4"] = True
     budget = _budget(settings, workload)
     if settings.stream_layers:
         _check_streaming(workload, fixed)
+    if workload.captures:
+        _check_graphs(workload)
     memory = choice.choose(workload, fixed, budget, list(QWEN25.items()))
     return Plan(workload, memory, budget, fixed)
 
@@ -198,6 +204,17 @@ def _check_streaming(w: Workload, fixed: dict) -> None:
         cause = f"--stream-layers needs {needed / MIB:,.0f} MiB of host memory, "
         cause += f"but there are {available / MIB:,.0f} MiB"
         raise R3LiteError(cause, "Pass a smaller --model, or --quantize nf4.", code="host-memory")
+
+
+def _check_graphs(w: Workload) -> None:
+    """Raises R3LiteError if the passes of SFT cannot be captured as CUDA graphs."""
+    if not w.on_cuda:
+        raise R3LiteError(
+            "--cuda-graphs needs a CUDA GPU", "Remove --cuda-graphs, or pass --device cuda.", code="graphs-device"
+        )
+    if not has_masked_packs(w.model):
+        cause = "--cuda-graphs does not work for models with convolutions (LFM2, Qwen3.5)"
+        raise R3LiteError(cause, "Remove --cuda-graphs.", code="graphs-family")
 
 
 def _budget(settings: MemorySettings, workload: Workload) -> int:
