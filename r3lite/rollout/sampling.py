@@ -33,19 +33,19 @@ class Sampler:
         NaN, whatever the temperature and the truncation, and its token means nothing. Otherwise a token with a logit of
         -infinity has probability 0.
         """
-        greedy = is_greedy(self.temperature)
-        scaled = logits.float()
-        if not greedy and self.temperature != 1:
-            scaled = scaled / self.temperature
-        padding = -scaled.shape[-1] % BLOCK  # what V lacks to a multiple of BLOCK
-        if padding:
-            scaled = F.pad(scaled, (0, padding), value=-math.inf)
-        probs = scaled.softmax(-1)  # [B, V], where V now includes the padding
-        if greedy:
+        if is_greedy(self.temperature):
             tokens = logits.argmax(-1, keepdim=True)
+            logprobs = logits.log_softmax(-1, dtype=torch.float32).gather(-1, tokens)
         else:
+            scaled = logits.float()
+            if self.temperature != 1:
+                scaled = scaled / self.temperature
+            padding = -scaled.shape[-1] % BLOCK  # what V lacks to a multiple of BLOCK
+            if padding:
+                scaled = F.pad(scaled, (0, padding), value=-math.inf)
+            probs = scaled.softmax(-1)  # [B, V], where V now includes the padding
             tokens = self._draw(probs, uniforms)
-        logprobs = probs.gather(-1, tokens).log()
+            logprobs = probs.gather(-1, tokens).log()
         return tokens[:, 0], logprobs[:, 0]
 
     def _draw(self, probs: Tensor, uniforms: list[float]) -> Tensor:
@@ -105,10 +105,8 @@ def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
     # The index of the block is the number of blocks that end at or below the target.
     is_passed = row_sums[:, 1:] <= target
     block_index = is_passed.sum(-1, keepdim=True)  # [B, 1]
-    sum_before_block = row_sums.gather(-1, block_index)
-    target_in_block = target - sum_before_block
-    gather_index = block_index[..., None].expand(-1, -1, BLOCK)  # [B, 1, BLOCK]
-    block_probs = blocks.gather(1, gather_index)[:, 0]  # [B, BLOCK]
+    target_in_block = target - row_sums.gather(-1, block_index)  # less the sum before the block
+    block_probs = blocks.take_along_dim(block_index[..., None], 1)[:, 0]  # [B, BLOCK]
     block_sums = block_probs.cumsum(-1, dtype=row_sums.dtype)
     # By rounding, the sum of the block may be a little smaller in `block_sums` than in `totals`. The target is kept
     # below the former: otherwise no cumulative sum of the block would exceed it.
