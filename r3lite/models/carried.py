@@ -4,9 +4,11 @@
 and the few before it, so it carries a `Ring`: the last values of a row, which are overwritten in turn.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +42,8 @@ class RowPart(NamedTuple):
 class Carried(Protocol):
     """What one layer carries in all rows of a cache. `length` is always the number of tokens of a row."""
 
-    def reserve(self, capacity: int) -> None:
-        """Makes room for `capacity` tokens a row."""
+    def reserve(self, capacity: int, rows: int) -> None:
+        """Makes room for `capacity` tokens a row. Only the first `rows` rows have tokens; other rows may be cleared."""
 
     def copyable(self, count: int, length: int, prefilled: int) -> int:
         """Returns the longest prefix of at most `count` tokens that `copy` can take from a row of `length` tokens.
@@ -87,20 +89,30 @@ def exchange(one: Tensor, other: Tensor) -> None:
     other.copy_(copy)
 
 
+def untouched_zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Returns zeros with the dtype and device of `like`.
+
+    On a CPU they take memory only where numbers are written. So the rows of a cache that no sequence uses take none.
+    """
+    if like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()  # in bytes
+    # NumPy gets zeroed memory from the system; PyTorch would write the zeros.
+    return torch.from_numpy(np.zeros(size, dtype=np.uint8)).view(like.dtype).view(shape)
+
+
 class KeysValues:
     """The keys and values of all tokens: `block` [rows, 2 K, capacity, D], keys, then values."""
 
     def __init__(self, rows: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
         self.block = torch.zeros(rows, 2 * kv_heads, 0, head_dim, dtype=dtype, device=device)
 
-    def reserve(self, capacity: int) -> None:
+    def reserve(self, capacity: int, rows: int) -> None:
         block = self.block
-        rows, heads, old_capacity, D = block.shape
-        # Not F.pad: that fills all of the new block before it copies the old one.
-        self.block = block.new_empty(rows, heads, capacity, D)
-        self.block[:, :, :old_capacity] = block
-        # These slots are masked, that is, multiplied by 0. But 0 times a NaN that was in this memory would be a NaN.
-        self.block[:, :, old_capacity:] = 0
+        all_rows, heads, old_capacity, D = block.shape
+        # Slots without a token are masked, that is, multiplied by 0. But 0 times a NaN would be a NaN.
+        self.block = untouched_zeros(block, (all_rows, heads, capacity, D))
+        self.block[:rows, :, :old_capacity] = block[:rows]
 
     def copyable(self, count: int, length: int, prefilled: int) -> int:
         return count
@@ -258,11 +270,11 @@ class Ring:
         self.saved[rows, prefixes, places] = x[tokens]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def reserve(self, capacity: int) -> None:
+    def reserve(self, capacity: int, rows: int) -> None:
         saved = self.saved
-        rows, old_prefixes, count, width = saved.shape
-        self.saved = saved.new_zeros(rows, capacity // SAVED_EVERY, count, width)
-        self.saved[:, :old_prefixes] = saved
+        all_rows, old_prefixes, count, width = saved.shape
+        self.saved = untouched_zeros(saved, (all_rows, capacity // SAVED_EVERY, count, width))
+        self.saved[:rows, :old_prefixes] = saved[:rows]
 
     def copyable(self, count: int, length: int, prefilled: int) -> int:
         if length - count <= SPARE:

@@ -157,7 +157,7 @@ class DeltaRows(Ring):
         """Returns no tokens: a `Ring` saves values so that a prefix can be copied, but here only whole rows can be."""
         return []
 
-    def reserve(self, capacity: int) -> None:
+    def reserve(self, capacity: int, rows: int) -> None:
         """Does nothing: a state takes no more memory for more tokens."""
 
     def copyable(self, count: int, length: int, prefilled: int) -> int:

@@ -290,8 +290,9 @@ class KVCache:
         capacity = -(-slots // BLOCK) * BLOCK
         if capacity <= self.capacity:
             return
+        rows = max((row + 1 for row, length in enumerate(self.lengths) if length > 0), default=0)
         for layer in self.layers:
-            layer.reserve(capacity)
+            layer.reserve(capacity, rows)
         self.capacity = capacity
         self.counting = torch.arange(max(len(self.lengths), capacity), device=self.device)
 

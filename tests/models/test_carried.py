@@ -1,8 +1,13 @@
 """What layers carry in the cache: of short convolutions the last values, exact through drafts, copies and exchanges."""
 
+import os
+import sys
+
 import pytest
 import torch
 
+from bench.serving import resident
+from r3lite.devices.live_tensors import MIB
 from r3lite.models.carried import SAVED_EVERY, SPARE, KeysValues, Ring
 from r3lite.models.kv_cache import BLOCK, KVCache, Prefill
 from r3lite.models.verification import Verification
@@ -116,6 +121,29 @@ def test_keys_and_values_of_any_prefix_can_be_copied(small_model):
     assert all(isinstance(layer, KeysValues) for layer in cache.layers)
     read(small_model(), cache, 0, list(range(50)))
     assert cache.copyable(0, 17) == 17
+
+
+def test_a_growing_cache_keeps_the_rows_with_tokens(small_model):
+    cache = KVCache.of(small_model(), 3)
+    read(small_model(), cache, 1, list(range(50)))
+    before = [layer.block.clone() for layer in cache.layers]
+    cache.layers[0].block[2] = float("nan")  # behind the last row with tokens: nothing of it may be left
+    cache.reserve(3 * BLOCK)
+    for layer, block in zip(cache.layers, before):
+        assert layer.block.shape[2] == 3 * BLOCK
+        assert torch.equal(layer.block[:2, :, :BLOCK], block[:2]) and block[1].any()
+        assert not layer.block[2].any() and not layer.block[:, :, BLOCK:].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_rows_without_tokens_take_no_memory(small_model):
+    """A server has 64 rows, of which a first question uses one. All of them were written whenever the cache grew."""
+    cache = KVCache.of(small_model(), 1024)
+    before = resident(os.getpid())
+    cache.reserve(16 * BLOCK)
+    size = sum(layer.block.nbytes for layer in cache.layers) / MIB
+    assert size > 256
+    assert resident(os.getpid()) - before < size / 8
 
 
 def test_a_ring_does_not_grow_with_its_row(model):
