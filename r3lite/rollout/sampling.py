@@ -97,22 +97,20 @@ def _inverse_cdf(probs: Tensor, uniforms: list[float]) -> Tensor:
     row_count, block_count, _ = blocks.shape
     # [B, blocks + 1]: 0, then the sum of each block.
     totals = torch.zeros(row_count, block_count + 1, dtype=torch.float64, device=blocks.device)
-    torch.sum(blocks, -1, dtype=totals.dtype, out=totals[:, 1:])
+    torch.sum(blocks, -1, out=totals[:, 1:])  # in float64, the dtype of `out`
     row_sums = totals.cumsum(-1)  # [B, blocks + 1]: 0, then the sum of the row up to the end of each block
-    drawn = torch.tensor(uniforms, dtype=row_sums.dtype)[:, None]  # [B, 1]
-    drawn = drawn.to(row_sums.device, non_blocking=True)
-    target = drawn * row_sums[:, -1:]  # [B, 1], below the row's total, because uniform numbers are below 1
+    drawn = torch.tensor(uniforms, dtype=row_sums.dtype).to(row_sums.device, non_blocking=True)
+    target = drawn[:, None] * row_sums[:, -1:]  # [B, 1], below the row's total, because uniform numbers are below 1
     # The index of the block is the number of blocks that end at or below the target.
     is_passed = row_sums[:, 1:] <= target
     block_index = is_passed.sum(-1, keepdim=True)  # [B, 1]
     target_in_block = target - row_sums.gather(-1, block_index)  # less the sum before the block
-    block_probs = blocks.take_along_dim(block_index[..., None], 1)[:, 0]  # [B, BLOCK]
+    gather_index = block_index[..., None].expand(-1, -1, BLOCK)  # [B, 1, BLOCK]
+    block_probs = blocks.gather(1, gather_index)[:, 0]  # [B, BLOCK]
     block_sums = block_probs.cumsum(-1, dtype=row_sums.dtype)
     # By rounding, the sum of the block may be a little smaller in `block_sums` than in `totals`. The target is kept
     # below the former: otherwise no cumulative sum of the block would exceed it.
-    highest_target = block_sums[:, -1:] * BELOW_ONE
-    target_in_block = torch.minimum(target_in_block, highest_target)
+    target_in_block = torch.minimum(target_in_block, block_sums[:, -1:] * BELOW_ONE)
     is_passed = block_sums <= target_in_block
-    index_in_block = is_passed.sum(-1, keepdim=True)
-    # block_index * BLOCK + index_in_block, in one kernel.
-    return torch.add(index_in_block, block_index, alpha=BLOCK).to(device)
+    # block_index * BLOCK + the index in the block, in one kernel.
+    return torch.add(is_passed.sum(-1, keepdim=True), block_index, alpha=BLOCK).to(device)
