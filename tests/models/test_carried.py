@@ -137,7 +137,7 @@ def test_a_growing_cache_keeps_the_rows_with_tokens(small_model):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_rows_without_tokens_take_no_memory(small_model):
-    """A server has 64 rows, of which a first question uses one. All of them were written whenever the cache grew."""
+    """All rows were written whenever the cache grew, also those that no sequence used."""
     cache = KVCache.of(small_model(), 1024)
     before = resident(os.getpid())
     cache.reserve(16 * BLOCK)
