@@ -172,21 +172,13 @@ def measure(
                 row_passes=0,
                 tokens=0,
             )
-            sequences = run_engine.run(repeated, seeds, retrieve)
-            runs[limit] = sequences
+            runs[limit] = run_engine.run(repeated, seeds, retrieve)
             if pair > 0:  # the first pair warms up
                 speeds[limit].append(run_engine.tokens / run_engine.seconds)
             if limit > 0:
                 tokens_a_pass = run_engine.tokens / run_engine.row_passes
     plain, drafted = speeds.values()
-    equal_episodes = 0
-    logprob_difference = 0.0
-    for one_by_one, drafted_episode in zip(*runs.values(), strict=True):
-        if one_by_one.tokens != drafted_episode.tokens:
-            continue
-        equal_episodes += 1
-        for logprob, drafted_logprob in zip(one_by_one.logprobs, drafted_episode.logprobs, strict=True):
-            logprob_difference = max(logprob_difference, abs(logprob - drafted_logprob))
+    equal_episodes, logprob_difference = compare(*runs.values())
     ratios = [with_drafts / without for without, with_drafts in zip(plain, drafted, strict=True)]
     return {
         "model": flags.model_name,
@@ -202,6 +194,20 @@ def measure(
         "ratios": " ".join(f"{ratio:.2f}" for ratio in ratios),
         "tokens_a_pass": round(tokens_a_pass, 2),
     }
+
+
+def compare(episodes_without: list[Sequence], episodes_with: list[Sequence]) -> tuple[int, float]:
+    """Returns how many episodes have equal tokens without and with drafts.
+
+    Also returns the largest difference between log-probabilities of a token in these episodes.
+    """
+    equal_episodes = 0
+    differences = [0.0]
+    for one, other in zip(episodes_without, episodes_with, strict=True):
+        if one.tokens == other.tokens:
+            equal_episodes += 1
+            differences += [abs(a - b) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
+    return equal_episodes, max(differences)
 
 
 if __name__ == "__main__":

@@ -209,9 +209,8 @@ def _check_streaming(w: Workload, fixed: dict) -> None:
 def _check_graphs(w: Workload) -> None:
     """Raises R3LiteError if the passes of SFT cannot be captured as CUDA graphs."""
     if not w.on_cuda:
-        raise R3LiteError(
-            "--cuda-graphs needs a CUDA GPU", "Remove --cuda-graphs, or pass --device cuda.", code="graphs-device"
-        )
+        cause = "--cuda-graphs needs a CUDA GPU"
+        raise R3LiteError(cause, "Remove --cuda-graphs, or pass --device cuda.", code="graphs-device")
     if not has_masked_packs(w.model):
         cause = "--cuda-graphs does not work for models with convolutions (LFM2, Qwen3.5)"
         raise R3LiteError(cause, "Remove --cuda-graphs.", code="graphs-family")
