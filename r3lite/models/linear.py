@@ -1,7 +1,8 @@
 """Products of rows by a weight, on a CPU by the kernels that compute them fastest.
 
 On a CPU `F.linear` multiplies fp32 numbers with MKL. PyTorch also ships oneDNN, with which it multiplies bf16. oneDNN
-reads the weights faster for a few rows, and uses all of an AMD processor's width for many rows (docs/figures.md).
+reads large weights faster, and with AVX-512 it uses all of an AMD processor's width, which MKL does not. bench/products
+compares the two.
 """
 
 import torch
@@ -12,9 +13,11 @@ from torch import Tensor
 # few kernels, many rows are multiplied BLOCK at a time, and more than STEP rows are filled up to a multiple of STEP.
 BLOCK = 256
 STEP = 8
+HAS_AVX512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
 # Where both the weight and the product are smaller than this, oneDNN is no faster than MKL.
 MIN_WEIGHT = 2**19  # numbers of a weight
 MIN_PRODUCT = 2**22  # multiplications
+MIN_WEIGHT_WITHOUT_AVX512 = 2**21  # with few rows; MKL is faster with many
 
 
 def linear(
@@ -45,12 +48,19 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
         x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and len(x) > 0
-        and (weight.numel() >= MIN_WEIGHT or len(x) * weight.numel() >= MIN_PRODUCT)
+        and _onednn_is_faster(x, weight)
         and not torch.is_grad_enabled()  # oneDNN's operator has no gradient
         and not torch.is_autocast_enabled("cpu")
         and torch.backends.mkldnn.enabled
         and torch.backends.mkldnn.is_available()
     )
+
+
+def _onednn_is_faster(x: Tensor, weight: Tensor) -> bool:
+    if HAS_AVX512:
+        return weight.numel() >= MIN_WEIGHT or len(x) * weight.numel() >= MIN_PRODUCT
+    # The product of a gradient reads a transposed weight, which oneDNN copies first.
+    return len(x) <= BLOCK and weight.numel() >= MIN_WEIGHT_WITHOUT_AVX512 and weight.is_contiguous()
 
 
 def _block(
