@@ -1,8 +1,8 @@
 """Products of rows by a weight, on a CPU by the kernels that compute them fastest.
 
 On a CPU `F.linear` multiplies fp32 numbers with MKL. PyTorch also ships oneDNN, with which it multiplies bf16. oneDNN
-reads large weights faster, and with AVX-512 it uses all of an AMD processor's width, which MKL does not. bench/products
-compares the two.
+reads large weights faster, and with AVX-512 it uses all of an AMD processor's width, which MKL does not.
+bench/products.py compares the two.
 """
 
 import torch
@@ -13,11 +13,13 @@ from torch import Tensor
 # few kernels, many rows are multiplied BLOCK at a time, and more than STEP rows are filled up to a multiple of STEP.
 BLOCK = 256
 STEP = 8
-HAS_AVX512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
 # Where both the weight and the product are smaller than this, oneDNN is no faster than MKL.
 MIN_WEIGHT = 2**19  # numbers of a weight
 MIN_PRODUCT = 2**22  # multiplications
-MIN_WEIGHT_WITHOUT_AVX512 = 2**21  # with few rows; MKL is faster with many
+# On a processor with AVX2 and without AVX-512, MKL is as fast at computing: there oneDNN is faster only if it has to
+# read a weight of this size for few rows.
+ONLY_AVX2 = torch.backends.cpu.get_cpu_capability() == "AVX2"
+MIN_WEIGHT_AVX2 = 2**21  # numbers of a weight
 
 
 def linear(
@@ -57,10 +59,10 @@ def _by_onednn(x: Tensor, weight: Tensor) -> bool:
 
 
 def _onednn_is_faster(x: Tensor, weight: Tensor) -> bool:
-    if HAS_AVX512:
-        return weight.numel() >= MIN_WEIGHT or len(x) * weight.numel() >= MIN_PRODUCT
-    # The product of a gradient reads a transposed weight, which oneDNN copies first.
-    return len(x) <= BLOCK and weight.numel() >= MIN_WEIGHT_WITHOUT_AVX512 and weight.is_contiguous()
+    if ONLY_AVX2:
+        # The product of a gradient reads a transposed weight, which is not contiguous; oneDNN is slower with it.
+        return len(x) <= BLOCK and weight.numel() >= MIN_WEIGHT_AVX2 and weight.is_contiguous()
+    return weight.numel() >= MIN_WEIGHT or len(x) * weight.numel() >= MIN_PRODUCT
 
 
 def _block(

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from r3lite.models import linear as module
-from r3lite.models.linear import BLOCK, MIN_PRODUCT, MIN_WEIGHT, MIN_WEIGHT_WITHOUT_AVX512, STEP, linear
+from r3lite.models.linear import BLOCK, MIN_PRODUCT, MIN_WEIGHT, MIN_WEIGHT_AVX2, STEP, linear
 
 WIDTH = 512
 TALL = MIN_WEIGHT // WIDTH  # rows of a weight that is just large enough
@@ -14,7 +14,7 @@ TALL = MIN_WEIGHT // WIDTH  # rows of a weight that is just large enough
 @pytest.fixture(autouse=True)
 def avx512(monkeypatch):
     """The kernels are chosen as on a processor with AVX-512, whatever the tests run on."""
-    monkeypatch.setattr(module, "HAS_AVX512", True)
+    monkeypatch.setattr(module, "ONLY_AVX2", False)
 
 
 @pytest.fixture
@@ -103,15 +103,17 @@ def test_all_else_is_what_pytorch_makes_of_it(case, kernels):
 @pytest.mark.parametrize(
     ("rows", "tall", "by_onednn"),
     [
-        (1, MIN_WEIGHT_WITHOUT_AVX512 // WIDTH, True),
-        (BLOCK, MIN_WEIGHT_WITHOUT_AVX512 // WIDTH, True),
-        (BLOCK + 1, MIN_WEIGHT_WITHOUT_AVX512 // WIDTH, False),
-        (1, MIN_WEIGHT_WITHOUT_AVX512 // WIDTH - 1, False),
+        (1, MIN_WEIGHT_AVX2 // WIDTH, True),
+        (BLOCK, MIN_WEIGHT_AVX2 // WIDTH, True),
+        (BLOCK + 1, MIN_WEIGHT_AVX2 // WIDTH, False),
+        (1, MIN_WEIGHT_AVX2 // WIDTH - 1, False),
         (BLOCK, TALL, False),
     ],
 )
-def test_without_avx512_only_few_rows_of_a_large_weight_are_left_to_onednn(rows, tall, by_onednn, kernels, monkeypatch):
-    monkeypatch.setattr(module, "HAS_AVX512", False)
+def test_with_avx2_alone_only_few_rows_of_a_large_weight_are_left_to_onednn(
+    rows, tall, by_onednn, kernels, monkeypatch
+):
+    monkeypatch.setattr(module, "ONLY_AVX2", True)
     x, weight, bias, _ = tensors(rows, tall)
     assert uses_onednn(kernels(lambda: linear(x, weight, bias))) == by_onednn
     torch.testing.assert_close(linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
